@@ -94,8 +94,24 @@ func (r Roots) VMM() string { return filepath.Join(r.Cache, "vmm") }
 // catalog image, asked before any registry.
 func (r Roots) ImageLayouts() string { return filepath.Join(r.Data, "images") }
 
+// Packages is where image recipes keep the packages they fetched.
+func (r Roots) Packages() string { return filepath.Join(r.Cache, "packages") }
+
 // Machines holds one directory per live VM.
 func (r Roots) Machines() string { return filepath.Join(r.State, "machines") }
+
+// MachinesLock is held shared by whoever makes a machine directory, until that
+// directory's own lock is held, and exclusively by whoever looks for
+// directories that nobody holds.
+func (r Roots) MachinesLock() string { return filepath.Join(r.State, "machines.lock") }
+
+// FailedSpecs holds the specs of the last boots that failed, for a replay.
+func (r Roots) FailedSpecs() string { return filepath.Join(r.State, "failed") }
+
+// FailedSpec is the redacted spec of the failed boot of the VM with this id.
+func (r Roots) FailedSpec(id string) string {
+	return filepath.Join(r.FailedSpecs(), id+".spec.json")
+}
 
 // BootSlot is lock file n of the host-wide limit on boots at one time.
 func (r Roots) BootSlot(n int) string {
