@@ -24,7 +24,9 @@ type Command struct {
 	// Stdin, Stdout and Stderr are the child's; nil is the null device.
 	Stdin, Stdout, Stderr *os.File
 	// Files become file descriptors 3, 4, ... of the child. Nothing else is
-	// inherited, provided it is close-on-exec as everything opened by Go is.
+	// inherited, not even what this process got from its own parent: a VM that
+	// lives on must not hold a shell's pipes and locks. To that end Start makes
+	// everything above 2 close-on-exec in this process.
 	Files []*os.File
 }
 
@@ -63,6 +65,7 @@ const groupWait = 5 * time.Second
 // the child; it ends with it.
 func Start(c Command) (*Process, error) {
 	// Not CommandContext: the child outlives the caller's request.
+	closeOnExec()
 	cmd := exec.Command(c.Path, c.Args...)
 	cmd.Env = append([]string{}, c.Env...)
 	cmd.ExtraFiles = c.Files

@@ -3,6 +3,8 @@ package proc
 import (
 	"errors"
 	"fmt"
+	"os"
+	"strconv"
 
 	"golang.org/x/sys/unix"
 )
@@ -24,6 +26,19 @@ func waitExited(pid int) bool {
 		n, err := unix.Kevent(kq, []unix.Kevent_t{change}, events, nil)
 		if !errors.Is(err, unix.EINTR) {
 			return err == nil && n == 1 && events[0].Flags&unix.EV_ERROR == 0
+		}
+	}
+}
+
+// closeOnExec marks all open files above 2.
+func closeOnExec() {
+	entries, err := os.ReadDir("/dev/fd")
+	if err != nil {
+		return
+	}
+	for _, entry := range entries {
+		if fd, err := strconv.Atoi(entry.Name()); err == nil && fd > 2 {
+			unix.CloseOnExec(fd)
 		}
 	}
 }
