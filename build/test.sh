@@ -1,0 +1,21 @@
+#!/bin/sh
+# Every test. Where QEMU cannot run its VMs this fails rather than skips; set
+# VMTEST_REQUIRE= (empty) to allow the skip.
+#
+# usage: test.sh [go test flag or package ...]
+set -eu
+cd "$(dirname "$0")/.."
+. build/step.sh
+: "${GO:=go}" "${MAKE:=make}" "${VMTEST_REQUIRE=qemu}"
+export VMTEST_REQUIRE
+
+step 'system packages' sh build/deps.sh build run test
+step 'build adapter, krun-shim, guest-agent' "$MAKE" build
+step 'test runner' sh build/tools.sh gotestsum
+step 'kernel and initramfs of the VM' bin/adapter vmm setup
+step 'images python, node, busybox' "$GO" run ./build/images python node busybox
+
+[ $# -gt 0 ] || set -- ./...
+# The summary ends with every skipped test and its reason.
+.tools/bin/gotestsum --format pkgname --format-hide-empty-pkg --jsonfile .cache/log/test.json -- \
+	-shuffle=on -count=1 -timeout=18m "$@"
