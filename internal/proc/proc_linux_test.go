@@ -117,7 +117,7 @@ func number(t *testing.T, r *bufio.Reader) int {
 func TestExit(t *testing.T) {
 	t.Parallel()
 	for part, want := range map[string]proc.Exit{
-		"exit7": {Code: 7},
+		"exit7":   {Code: 7},
 		"suicide": {Code: -1, Signal: syscall.SIGKILL},
 	} {
 		p, _ := start(t, proc.Command{}, part)

@@ -92,14 +92,14 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 	m.process, err = l.driver.Start(ctx, spec, dir.lock)
 	if err != nil {
 		cause := contextCause(ctx, err)
-		return nil, errors.Join(l.bootError(spec, cause, readTails(dir.Machine)), m.conn.Close())
+		return nil, errors.Join(l.bootError(spec, cause, ReadTails(dir.Machine)), m.conn.Close())
 	}
 	// From here on the machine removes the directory when the process ends.
 	undo.Release()
 	go m.watch()
 	undo.Add(m.end)
 	if m.info, err = m.awaitHello(ctx); err != nil {
-		tails := readTails(dir.Machine)
+		tails := ReadTails(dir.Machine)
 		if ended := (*EndError)(nil); errors.As(err, &ended) {
 			err, tails = ended.End, ended.Tails
 		}

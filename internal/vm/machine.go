@@ -78,7 +78,7 @@ func (m *Machine) watch() {
 	defer m.letGo()
 	select {
 	case <-m.process.Done():
-		m.endErr = &EndError{ID: m.id, End: m.process.End(), Tails: readTails(m.dir.Machine)}
+		m.endErr = &EndError{ID: m.id, End: m.process.End(), Tails: ReadTails(m.dir.Machine)}
 		close(m.ended)
 		if err := m.removeFiles(); err != nil {
 			m.launcher.log.Warn("remove what a vm left", "vm_id", m.id, "error", err)

@@ -28,7 +28,9 @@ type Tails struct {
 	Console, Shim string
 }
 
-func readTails(files layout.Machine) Tails {
+// ReadTails reads the ends of the logs in a machine directory, as far as they are
+// there.
+func ReadTails(files layout.Machine) Tails {
 	return Tails{Console: tail(files.Console()), Shim: tail(files.ShimLog())}
 }
 
