@@ -125,7 +125,7 @@ func (t *Table) reapAll() {
 			t.collectAll()
 		default:
 			// waitid knows no other error; do not spin if a kernel finds one.
-			time.Sleep(time.Second)
+			<-time.After(time.Second)
 		}
 	}
 }

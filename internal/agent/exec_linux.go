@@ -1,0 +1,399 @@
+package agent
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	guestv1 "github.com/iii-hq/workers/sandbox-libkrun/api/guest/v1"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
+)
+
+// killGrace is how long, after a kill, a pipe may stay open and the process
+// unreaped before the call ends without them.
+const killGrace = time.Second
+
+// Exit codes of a program that was not started, as shells have them.
+const (
+	exitNotFound   = 127
+	exitCannotExec = 126
+)
+
+type execStream = guestv1.AgentService_ExecServer
+
+// Exec runs one program; see the .proto.
+func (s *Service) Exec(stream execStream) error {
+	start, err := receiveStart(stream)
+	if err != nil {
+		return err
+	}
+	cmd, limit, err := s.command(start)
+	if err != nil {
+		return err
+	}
+	if s.isStopping() {
+		return errStopping(codes.FailedPrecondition)
+	}
+	begun := time.Now()
+	process, err := s.cfg.Table.Start(cmd)
+	if err != nil {
+		return sendSpawnError(stream, err)
+	}
+	c := &call{service: s, stream: stream, process: process, begun: begun, pumped: make(chan error, 2), refused: make(chan error, 1)}
+	return c.run(limit)
+}
+
+func receiveStart(stream execStream) (*guestv1.ExecStart, error) {
+	msg, err := stream.Recv()
+	if errors.Is(err, io.EOF) {
+		return nil, status.Error(codes.InvalidArgument, "the client closed the call without a start")
+	}
+	if err != nil {
+		return nil, err
+	}
+	start := msg.GetStart()
+	if start == nil {
+		return nil, status.Error(codes.InvalidArgument, "the first message is not a start")
+	}
+	return start, nil
+}
+
+// command checks a start and makes it a procs.Command. A limit of 0 is none.
+func (s *Service) command(start *guestv1.ExecStart) (cmd procs.Command, limit time.Duration, err error) {
+	bad := func(format string, args ...any) error { return status.Errorf(codes.InvalidArgument, format, args...) }
+	if len(start.GetArgv()) == 0 {
+		return cmd, 0, bad("argv is empty")
+	}
+	for i, arg := range start.GetArgv() {
+		if bytes.IndexByte(arg, 0) >= 0 {
+			return cmd, 0, bad("argv[%d] has a NUL byte", i)
+		}
+		cmd.Argv = append(cmd.Argv, string(arg))
+	}
+	cmd.Env = s.env
+	if extra := start.GetEnv(); len(extra) > 0 {
+		list := make([]string, len(extra))
+		for i, kv := range extra {
+			if bytes.IndexByte(kv, '=') < 1 || bytes.IndexByte(kv, 0) >= 0 {
+				return cmd, 0, bad("env[%d] is not KEY=value without NUL bytes", i)
+			}
+			list[i] = string(kv)
+		}
+		cmd.Env = overlay(s.env, list)
+	}
+	cmd.Dir = string(start.GetWorkdir())
+	if strings.IndexByte(cmd.Dir, 0) >= 0 {
+		return cmd, 0, bad("workdir has a NUL byte")
+	}
+	if cmd.Dir != "" && cmd.Dir[0] != '/' {
+		cmd.Dir = "/" + cmd.Dir
+	}
+	if tty := start.GetTty(); tty != nil {
+		size, err := terminalSize(tty)
+		if err != nil {
+			return cmd, 0, err
+		}
+		cmd.TTY = &size
+	}
+	if ms := start.GetTimeoutMs(); ms <= math.MaxInt64/uint64(time.Millisecond) {
+		limit = time.Duration(ms) * time.Millisecond
+	}
+	return cmd, limit, nil
+}
+
+// overlay returns base with extra laid over it, each key once, the last value
+// of a key at the place of its first.
+func overlay(base, extra []string) []string {
+	out := make([]string, 0, len(base)+len(extra))
+	place := make(map[string]int, len(base)+len(extra))
+	for _, list := range [][]string{base, extra} {
+		for _, kv := range list {
+			key, _, _ := strings.Cut(kv, "=")
+			if i, ok := place[key]; ok {
+				out[i] = kv
+				continue
+			}
+			place[key] = len(out)
+			out = append(out, kv)
+		}
+	}
+	return out
+}
+
+func terminalSize(r *guestv1.Resize) (procs.Size, error) {
+	if r.GetRows() > math.MaxUint16 || r.GetCols() > math.MaxUint16 {
+		return procs.Size{}, status.Errorf(codes.InvalidArgument, "a terminal of %d rows and %d columns: at most %d each", r.GetRows(), r.GetCols(), math.MaxUint16)
+	}
+	return procs.Size{Rows: uint16(r.GetRows()), Cols: uint16(r.GetCols())}, nil
+}
+
+func sendSpawnError(stream execStream, err error) error {
+	var spawn *procs.SpawnError
+	if !errors.As(err, &spawn) {
+		return status.Errorf(codes.Internal, "start the program: %v", err)
+	}
+	exit := &guestv1.ExecExit{
+		ExitCode:   exitCannotExec,
+		SpawnError: &guestv1.SpawnError{Errno: uint32(spawn.Errno), What: spawn.What, Message: spawn.Error()},
+	}
+	if spawn.Errno == syscall.ENOENT || spawn.Errno == syscall.ENOTDIR {
+		exit.ExitCode = exitNotFound
+	}
+	return stream.Send(&guestv1.ExecResponse{Response: &guestv1.ExecResponse_Exit{Exit: exit}})
+}
+
+// call is one running Exec.
+type call struct {
+	service *Service
+	stream  execStream
+	process *procs.Process
+	begun   time.Time
+
+	// sending orders the two output pumps: a stream takes one sender at a time.
+	sending sync.Mutex
+	// pumped gets one result per output pump, refused one from the receiver.
+	pumped, refused chan error
+	stdin           *stdin
+}
+
+// run returns when the exit was sent, or with the error that ended the call.
+func (c *call) run(limit time.Duration) error {
+	defer func() { _ = c.process.Close() }()
+	if err := c.send(&guestv1.ExecResponse{Response: &guestv1.ExecResponse_Started{Started: &guestv1.ExecStarted{Pid: uint32(c.process.PID())}}}); err != nil {
+		c.kill()
+		return err
+	}
+	pumps := c.startPumps()
+	c.stdin = newStdin(c.process)
+	defer c.stdin.abandon()
+	// Not waited for: Recv returns when this handler has.
+	go c.receive()
+
+	timedOut, ended, err := c.wait(limit, pumps)
+	if err != nil {
+		return err
+	}
+	if c.service.isStopping() {
+		return errStopping(codes.Unavailable)
+	}
+	exit := &guestv1.ExecExit{
+		ExitCode:   int32(ended.Code),
+		Signal:     uint32(ended.Signal),
+		TimedOut:   timedOut,
+		DurationMs: uint64(ended.At.Sub(c.begun).Milliseconds()),
+	}
+	return c.send(&guestv1.ExecResponse{Response: &guestv1.ExecResponse_Exit{Exit: exit}})
+}
+
+// wait returns when the process has ended and its output is at its end, or
+// after a kill killGrace later, when an output that is still open is given up.
+func (c *call) wait(limit time.Duration, pumps int) (timedOut bool, ended procs.Status, err error) {
+	ctx := c.stream.Context()
+	var timeUp, giveUp <-chan time.Time
+	if limit > 0 {
+		timer := time.NewTimer(limit)
+		defer timer.Stop()
+		timeUp = timer.C
+	}
+	exited, gone, refused, halted := c.process.Done(), ctx.Done(), c.refused, c.service.ended
+	kill := func() {
+		c.kill()
+		if giveUp == nil {
+			giveUp = time.After(killGrace)
+		}
+	}
+	for exited != nil || pumps > 0 {
+		select {
+		case <-exited:
+			exited, ended = nil, c.process.Status()
+		case pumpErr := <-c.pumped:
+			pumps--
+			if pumpErr != nil && err == nil {
+				err = pumpErr
+				kill()
+			}
+		case refusal := <-refused:
+			refused, err = nil, refusal
+			kill()
+		case <-gone:
+			gone = nil
+			if err == nil {
+				err = status.FromContextError(ctx.Err()).Err()
+			}
+			kill()
+		case <-timeUp:
+			timeUp, timedOut = nil, true
+			kill()
+		case <-halted:
+			halted = nil
+			kill()
+		case <-giveUp:
+			c.endPumps()
+			if exited != nil {
+				// Killed, but stuck in the kernel; the table reaps it one day.
+				exited, ended = nil, procs.Status{Code: 128 + int(syscall.SIGKILL), Signal: syscall.SIGKILL, At: time.Now()}
+			}
+			if err != nil {
+				// Nobody waits for the rest of the output.
+				return timedOut, ended, err
+			}
+		}
+	}
+	return timedOut, ended, err
+}
+
+func (c *call) kill() {
+	err := c.process.Signal(syscall.SIGKILL)
+	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+		c.service.cfg.Log.Warn("kill a process group", "pid", c.process.PID(), "error", err)
+	}
+}
+
+func (c *call) send(msg *guestv1.ExecResponse) error {
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	return c.stream.Send(msg)
+}
+
+// startPumps copies each output to the stream and returns how many there are.
+func (c *call) startPumps() int {
+	go func() {
+		c.pumped <- c.pump(c.process.Stdout, func(data []byte) *guestv1.ExecResponse {
+			return &guestv1.ExecResponse{Response: &guestv1.ExecResponse_Stdout{Stdout: data}}
+		})
+	}()
+	if c.process.Stderr == nil {
+		return 1
+	}
+	go func() {
+		c.pumped <- c.pump(c.process.Stderr, func(data []byte) *guestv1.ExecResponse {
+			return &guestv1.ExecResponse{Response: &guestv1.ExecResponse_Stderr{Stderr: data}}
+		})
+	}()
+	return 2
+}
+
+// endPumps makes the pumps stop at what the pipes hold now.
+func (c *call) endPumps() {
+	past := time.Unix(1, 0)
+	_ = c.process.Stdout.SetReadDeadline(past)
+	if c.process.Stderr != nil {
+		_ = c.process.Stderr.SetReadDeadline(past)
+	}
+}
+
+// pump copies from until its end, or until its deadline and then what one more
+// read finds. Its error is the stream's.
+func (c *call) pump(from *os.File, message func([]byte) *guestv1.ExecResponse) error {
+	buf, ok := c.service.buffers.Get().(*[maxChunk]byte)
+	if !ok {
+		buf = new([maxChunk]byte)
+	}
+	defer c.service.buffers.Put(buf)
+	for last := false; !last; {
+		n, err := from.Read(buf[:])
+		switch {
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			last = true
+			n = readNow(from, buf[:])
+		case err != nil:
+			// End of file, EIO at the end of a terminal, or closed by us.
+			last = true
+		}
+		if n > 0 {
+			if err := c.send(message(buf[:n])); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// readNow reads what is there, past the file's deadline, without waiting.
+func readNow(f *os.File, buf []byte) int {
+	if err := f.SetReadDeadline(time.Time{}); err != nil {
+		return 0
+	}
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return 0
+	}
+	n := 0
+	if err := conn.Control(func(fd uintptr) { n, err = unix.Read(int(fd), buf) }); err != nil || n < 0 {
+		return 0
+	}
+	return n
+}
+
+// receive takes the client's messages until it ends them or the handler
+// returns. A message that breaks the rules ends the call.
+func (c *call) receive() {
+	if err := c.receiveAll(c.stream.Context()); err != nil {
+		c.refused <- err
+	}
+}
+
+func (c *call) receiveAll(ctx context.Context) error {
+	for {
+		msg, err := c.stream.Recv()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				c.stdin.end()
+				return nil
+			}
+			// A client that is gone shows in the context too, unless it sent
+			// something that gRPC refuses.
+			return err
+		}
+		switch r := msg.GetRequest().(type) {
+		case *guestv1.ExecRequest_Stdin:
+			err = c.stdin.add(ctx, r.Stdin)
+		case *guestv1.ExecRequest_StdinEof:
+			c.stdin.end()
+		case *guestv1.ExecRequest_Resize:
+			err = c.resize(r.Resize)
+		case *guestv1.ExecRequest_Signal:
+			err = c.signal(r.Signal.GetNumber())
+		case *guestv1.ExecRequest_Start:
+			err = status.Error(codes.InvalidArgument, "a second start")
+		default:
+			err = status.Error(codes.InvalidArgument, "an empty message, or one of a newer protocol")
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func (c *call) resize(r *guestv1.Resize) error {
+	size, err := terminalSize(r)
+	if err != nil {
+		return err
+	}
+	// A terminal that is already closed needs no size.
+	_ = c.process.Resize(size)
+	return nil
+}
+
+func (c *call) signal(number uint32) error {
+	if number < 1 || number > 64 {
+		return status.Errorf(codes.InvalidArgument, "signal %d: not 1 to 64", number)
+	}
+	err := c.process.Signal(syscall.Signal(number))
+	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return status.Error(codes.Internal, fmt.Sprintf("signal %d: %v", number, err))
+	}
+	return nil
+}
