@@ -30,10 +30,11 @@ guest      -> api/guest/v1 agentlink fault
 
 # The VM, host side.
 vm             -> api/shim/v1 bootspec cleanup fault guest layout proc
-vm/shimdriver  -> vm bootspec layout proc vmassets
-vm/vmtest      -> vm bootspec agent agent/boot agent/procs shim
-shim           -> api/shim/v1 api/guest/v1 agentlink bootspec cleanup layout netstack
-shim/qemu      -> shim bootspec layout proc
+vm/shimdriver  -> bootspec layout proc vm vmassets
+shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup layout netstack
+shim/qemu      -> bootspec layout proc shim
+# It puts a shim and an agent together in one process.
+vm/vmtest      -> agent agent/boot agent/procs bootspec guest layout shim vm
 
 # The core and its surfaces.
 sandbox -> vm guest imagestore catalog egress layout cleanup fault
@@ -53,6 +54,11 @@ cmd/guest-agent -> agent agent/boot agent/procs agentlink
 # Programs of the build.
 build/images -> cleanup layout
 build/upper  ->
+
+# The benchmark.
+test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver
+test/bench/probe    -> test/bench/sequence
+test/bench/sequence ->
 
 archtest ->
 `
