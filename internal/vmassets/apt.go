@@ -70,7 +70,7 @@ func newApt(o *Options) (*apt, error) {
 // unpacked is empty.
 func (a *apt) fetch(ctx context.Context, meta, have, dir string) (unpacked, version string, err error) {
 	pkg, err := a.newest(ctx, meta)
-	if err != nil && a.update(ctx, err) {
+	if errors.Is(err, errLists) && a.update(ctx, err) {
 		pkg, err = a.newest(ctx, meta)
 	}
 	if err != nil {

@@ -24,7 +24,7 @@ func FindAgent(getenv func(string) string) (string, error) {
 		return "", fmt.Errorf("%s: %w", envAgent, err)
 	}
 	if path == "" {
-		return "", fmt.Errorf("no guest agent (tried %s): build it with `make build`, or set %s to it", strings.Join(tried, ", "), envAgent)
+		return "", advise("build it with `make build`, or set "+envAgent+" to it", "no guest agent (tried %s)", strings.Join(tried, ", "))
 	}
 	return path, nil
 }
@@ -47,8 +47,8 @@ func FindQEMU(getenv func(string) string, arch string) (string, error) {
 		return "", fmt.Errorf("%s: %w", envQEMU, err)
 	}
 	if path == "" {
-		return "", fmt.Errorf("no %s (tried %s): install it (Debian: apt-get install --no-install-recommends %s), or set %s to it",
-			name, strings.Join(tried, ", "), pkg, envQEMU)
+		return "", advise("install it (Debian: apt-get install --no-install-recommends "+pkg+"), or set "+envQEMU+" to it",
+			"no %s (tried %s)", name, strings.Join(tried, ", "))
 	}
 	return path, nil
 }
@@ -97,23 +97,24 @@ func CheckAgent(path, arch string) error {
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, os.ErrPermission) {
 			return err
 		}
-		return fmt.Errorf("agent %s is not an ELF executable (%w): build it with `make build`", path, err)
+		return advise("build it with `make build`", "agent %s is not an ELF executable (%w)", path, err)
 	}
 	defer f.Close() //nolint:errcheck // only read
 	machines := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
 	if f.Machine != machines[arch] {
-		return fmt.Errorf("agent %s is for %s, the guest is %s: build it with GOARCH=%s", path, f.Machine, arch, arch)
+		return advise("build it with GOARCH="+arch, "agent %s is for %s, the guest is %s", path, f.Machine, arch)
 	}
+	const static = "build it static (CGO_ENABLED=0)"
 	if f.Type != elf.ET_EXEC && f.Type != elf.ET_DYN {
-		return fmt.Errorf("agent %s is an ELF file but not an executable (%s)", path, f.Type)
+		return advise("build it with `make build`", "agent %s is an ELF file but not an executable (%s)", path, f.Type)
 	}
 	for _, p := range f.Progs {
 		if p.Type == elf.PT_INTERP {
-			return fmt.Errorf("agent %s needs a dynamic loader, which the guest does not have: build it static (CGO_ENABLED=0)", path)
+			return advise(static, "agent %s needs a dynamic loader, which the guest does not have", path)
 		}
 	}
 	if libs, err := f.ImportedLibraries(); err == nil && len(libs) > 0 {
-		return fmt.Errorf("agent %s needs shared libraries (%s), which the guest does not have: build it static (CGO_ENABLED=0)", path, strings.Join(libs, ", "))
+		return advise(static, "agent %s needs shared libraries (%s), which the guest does not have", path, strings.Join(libs, ", "))
 	}
 	return nil
 }

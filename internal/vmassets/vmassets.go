@@ -20,12 +20,19 @@
 // holds the lock.
 package vmassets
 
-// Finding is the outcome of one check of this host.
-type Finding struct {
-	// Name says what was checked.
-	Name string
-	// OK is false where nothing can boot before the fix is done.
-	OK bool
-	// Finding is what was seen, Fix what to do about it; Fix may be empty.
-	Finding, Fix string
+import "fmt"
+
+// advice is an error together with what a person can do about it.
+type advice struct {
+	err error
+	fix string
 }
+
+// advise makes an advice of a fix and what is wrong.
+func advise(fix, format string, args ...any) error {
+	return &advice{err: fmt.Errorf(format, args...), fix: fix}
+}
+
+func (a *advice) Error() string { return a.err.Error() + ": " + a.fix }
+
+func (a *advice) Unwrap() error { return a.err }
