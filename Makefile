@@ -91,4 +91,4 @@ clean: ## Remove what was built here (tools, VMM files and images stay)
 .PHONY: go-version
 go-version:
 	@$(GO) version >/dev/null 2>&1 || { \
-		echo 'Go was not found: install Go 1.26 or newer' >&2; exit 1; }
+		echo 'Go was not found: install Go 1.26.7 or newer' >&2; exit 1; }

@@ -13,7 +13,7 @@ step 'system packages' sh build/deps.sh build run test
 step 'build adapter, krun-shim, guest-agent' "$MAKE" build
 step 'test runner' sh build/tools.sh gotestsum
 step 'kernel and initramfs of the VM' bin/adapter vmm setup
-step 'images python, node, busybox' "$GO" run ./build/images python node busybox
+step 'images python, node, busybox' "$GO" run ./build/images --if-missing python node busybox
 
 [ $# -gt 0 ] || set -- ./...
 # The summary ends with every skipped test and its reason.
