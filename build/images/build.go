@@ -165,7 +165,7 @@ func buildAll(ctx context.Context, o options, progress io.Writer) (err error) {
 			return fmt.Errorf("image %s: %w", r.name, err)
 		}
 	}
-	return nil
+	return c.prune()
 }
 
 // missingImages leaves out the recipes whose layout is there and whole.

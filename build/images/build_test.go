@@ -330,6 +330,13 @@ func TestBuildFallsBackToTheLastPlan(t *testing.T) {
 	if err != nil || len(got) != len(pkgs) || got[0] != pkgs[0] {
 		t.Fatalf("got %v, %v", got, err)
 	}
+	old := putDeb(t, b.cache, "old")
+	if err := b.cache.prune(); err != nil {
+		t.Fatal(err)
+	}
+	if missing, err := b.cache.missing(append(pkgs, old)); err != nil || len(missing) != 1 || missing[0] != old {
+		t.Fatalf("after pruning there lack %v, %v", missing, err)
+	}
 	if err := os.Remove(b.cache.path(pkgs[1])); err != nil {
 		t.Fatal(err)
 	}

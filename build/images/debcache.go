@@ -41,13 +41,14 @@ func lockCache(dir string, wait func()) (*cache, error) {
 			err = unix.Flock(int(lock.Fd()), unix.LOCK_EX)
 		}
 	}
+	c := &cache{dir: dir, lock: lock}
 	if err == nil {
-		err = removeMatches(filepath.Join(dir, "tmp-*"))
+		err = c.sweep()
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", dir, err), lock.Close())
 	}
-	return &cache{dir: dir, lock: lock}, nil
+	return c, nil
 }
 
 func (c *cache) close() error { return c.lock.Close() }
@@ -56,14 +57,30 @@ func (c *cache) close() error { return c.lock.Close() }
 // it; when it cannot, the next build does.
 func (c *cache) temp() (string, error) { return os.MkdirTemp(c.dir, "tmp-") }
 
-func removeMatches(pattern string) error {
-	matches, err := filepath.Glob(pattern)
+// files lists what is in the cache with this beginning and end of its name.
+func (c *cache) files(prefix, suffix string) ([]string, error) {
+	entries, err := os.ReadDir(c.dir)
+	if err != nil {
+		return nil, err
+	}
+	var list []string
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), prefix) && strings.HasSuffix(e.Name(), suffix) {
+			list = append(list, filepath.Join(c.dir, e.Name()))
+		}
+	}
+	return list, nil
+}
+
+// sweep removes what killed builds left.
+func (c *cache) sweep() error {
+	left, err := c.files("tmp-", "")
 	if err != nil {
 		return err
 	}
 	var errs []error
-	for _, m := range matches {
-		errs = append(errs, os.RemoveAll(m))
+	for _, p := range left {
+		errs = append(errs, os.RemoveAll(p))
 	}
 	return errors.Join(errs...)
 }
@@ -145,7 +162,9 @@ func errIncomplete(pkgs []pkg) error {
 	return fmt.Errorf("missing in the cache and not to be fetched: %s; go online, or copy the cache of a host that has them", strings.Join(exact(pkgs), " "))
 }
 
-func (c *cache) planFile(image string) string { return filepath.Join(c.dir, image+".plan.json") }
+const planExt = ".plan.json"
+
+func (c *cache) planFile(image string) string { return filepath.Join(c.dir, image+planExt) }
 
 // savePlan keeps the resolved packages of an image for hosts that lose their
 // package lists.
@@ -155,6 +174,35 @@ func (c *cache) savePlan(image string, pkgs []pkg) error {
 		return err
 	}
 	return renameio.WriteFile(c.planFile(image), append(data, '\n'), 0o600)
+}
+
+// prune removes the .debs that no saved plan names: older versions.
+func (c *cache) prune() error {
+	plans, err := c.files("", planExt)
+	if err != nil {
+		return err
+	}
+	wanted := map[string]bool{}
+	for _, file := range plans {
+		pkgs, err := c.plan(strings.TrimSuffix(filepath.Base(file), planExt))
+		if err != nil {
+			return err
+		}
+		for _, p := range pkgs {
+			wanted[c.path(p)] = true
+		}
+	}
+	debs, err := c.files("", ".deb")
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, file := range debs {
+		if !wanted[file] {
+			errs = append(errs, os.Remove(file))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // plan returns the packages saved last, or nil when there are none.

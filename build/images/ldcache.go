@@ -69,9 +69,12 @@ func (t *tree) library(p string) (library, bool, error) {
 	if err != nil {
 		return library{}, false, err
 	}
+	if !bytes.HasPrefix(content, []byte(elf.ELFMAG)) {
+		return library{}, false, nil // a linker script
+	}
 	f, err := elf.NewFile(bytes.NewReader(content))
 	if err != nil {
-		return library{}, false, nil // a linker script or a plain file
+		return library{}, false, err
 	}
 	m, ok := machines()[f.Machine]
 	if !ok || path.Base(path.Dir(p)) != m.dir || f.Type != elf.ET_DYN {
