@@ -49,7 +49,7 @@ images: go-version ## Make the preset images python and node from Debian package
 
 .PHONY: test
 test: ## Run every test: units, images, and the VM suite on real QEMU VMs
-	@sh build/test.sh
+	@sh build/test.sh $(TEST_FLAGS)
 
 .PHONY: lint
 lint: go-version ## Check formatting, code and protocol definitions
@@ -77,8 +77,8 @@ check: go-version ## Check that generated code and go.mod are up to date
 	cd tools && $(GO) mod tidy -diff
 
 .PHONY: bench
-bench: build ## Measure boot and exec side by side with their floors
-	@sh build/bench.sh
+bench: ## Measure boot, exec, memory and streams beside their floors
+	@sh build/bench.sh $(BENCH_FLAGS)
 
 .PHONY: ci
 ci: ## What continuous integration runs
