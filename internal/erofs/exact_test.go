@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"path"
 	"strings"
 	"testing"
@@ -179,14 +178,7 @@ func TestSameLayersGiveSameBytes(t *testing.T) {
 	t.Parallel()
 	l := layer(t, everything()...)
 	upper := layer(t, file("many/.wh..wh..opq", ""), file("size-100000", "now small"), file(".wh.names", ""))
-	var images [2][]byte
-	for k := range images {
-		var err error
-		if images[k], err = os.ReadFile(build(t, l, upper)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if !bytes.Equal(images[0], images[1]) {
+	if !bytes.Equal(readFile(t, build(t, l, upper)), readFile(t, build(t, l, upper))) {
 		t.Error("two images of the same layers differ")
 	}
 }
@@ -194,10 +186,7 @@ func TestSameLayersGiveSameBytes(t *testing.T) {
 func TestHiddenFilesLeaveNoBytes(t *testing.T) {
 	t.Parallel()
 	secret := strings.Repeat("only below. ", 10_000)
-	image, err := os.ReadFile(build(t, layer(t, file("a", secret), file("b", secret)), layer(t, file(".wh.a", ""), file("b", "new"))))
-	if err != nil {
-		t.Fatal(err)
-	}
+	image := readFile(t, build(t, layer(t, file("a", secret), file("b", secret)), layer(t, file(".wh.a", ""), file("b", "new"))))
 	// What ends in less than a block lies in the side file, which is dropped.
 	if bytes.Contains(image, []byte("only below.")) {
 		t.Error("the image holds bytes of a hidden file")

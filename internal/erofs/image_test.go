@@ -397,3 +397,12 @@ func wantBodies(t *testing.T, image string, known []string, want ...string) {
 }
 
 var testTime = time.Unix(1_700_000_000, 123_456_789)
+
+func readFile(t testing.TB, path string) []byte {
+	t.Helper()
+	content, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return content
+}

@@ -212,7 +212,7 @@ func (b *Builder) addRoot(h *tar.Header) error {
 func (b *Builder) addLink(h *tar.Header, parent *inode, base, name string, links []link) ([]link, error) {
 	target, err := b.clean(h.Linkname)
 	if err != nil {
-		return links, err
+		return links, fmt.Errorf("hard link %q: target: %w", clip(h.Name), err)
 	}
 	if target == name {
 		return links, &EntryError{Path: h.Name, Reason: "is a hard link to itself"}
