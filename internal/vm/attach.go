@@ -111,7 +111,7 @@ func endOf(e *shimv1.End) bootspec.End {
 // ctx ends first.
 func (f *foreign) waitGone(ctx context.Context) error {
 	for {
-		lock, err := lockExisting(f.files, false)
+		lock, err := lockExisting(f.files)
 		if err == nil {
 			return lock.Close()
 		}

@@ -62,7 +62,7 @@ func (m *Machine) interceptStream(ctx context.Context, desc *grpc.StreamDesc, cc
 	if err != nil {
 		return nil, m.explain(ctx, err)
 	}
-	return &explainedStream{ClientStream: stream, m: m}, nil
+	return &explainedStream{ClientStream: stream, m: m, call: ctx}, nil
 }
 
 // explain puts the VM's end in the place of the broken connection that it
@@ -89,8 +89,10 @@ func (m *Machine) explain(ctx context.Context, err error) error {
 type explainedStream struct {
 	grpc.ClientStream
 	m *Machine
+	// call is the caller's context; the stream's own ends with the stream.
+	call context.Context //nolint:containedctx // a stream is a call
 }
 
 func (s *explainedStream) RecvMsg(msg any) error {
-	return s.m.explain(s.Context(), s.ClientStream.RecvMsg(msg))
+	return s.m.explain(s.call, s.ClientStream.RecvMsg(msg))
 }

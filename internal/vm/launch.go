@@ -97,15 +97,27 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 	// From here on the machine removes the directory when the process ends.
 	undo.Release()
 	go m.watch()
-	undo.Add(m.end)
 	if m.info, err = m.awaitHello(ctx); err != nil {
-		tails := ReadTails(dir.Machine)
-		if ended := (*EndError)(nil); errors.As(err, &ended) {
-			err, tails = ended.End, ended.Tails
-		}
-		return nil, l.bootError(spec, err, tails)
+		return nil, m.giveUp(err)
 	}
 	return m, nil
+}
+
+// giveUp ends a VM that did not come up because of cause.
+func (m *Machine) giveUp(cause error) error {
+	err := m.end()
+	tails := ReadTails(m.dir.Machine)
+	if ended := (*EndError)(nil); errors.As(m.End(), &ended) {
+		tails = ended.Tails // everything that was on its way, and the files are gone
+	}
+	if ended := (*EndError)(nil); errors.As(cause, &ended) {
+		cause = ended.End
+	}
+	boot := m.launcher.bootError(m.spec, cause, tails)
+	if err != nil {
+		return errors.Join(err, boot)
+	}
+	return boot
 }
 
 // prepareRun makes the directory of slots and sockets.

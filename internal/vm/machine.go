@@ -97,7 +97,7 @@ func (m *Machine) removeFiles() error {
 	if !m.kept {
 		return m.dir.remove()
 	}
-	lock, err := lockExisting(m.dir.Machine, false)
+	lock, err := lockExisting(m.dir.Machine)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errLocked) {
 		return nil // the shim or a collector was or is at it
 	}

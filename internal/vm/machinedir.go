@@ -112,15 +112,9 @@ func removeFiles(files layout.Machine) error {
 }
 
 // lockExisting takes the lock of a directory that somebody else made: errLocked
-// while its VM lives, fs.ErrNotExist once it is removed. With create set it also
-// takes a directory whose maker died before it had made the lock; only for who
-// holds the fence.
-func lockExisting(files layout.Machine, create bool) (_ *os.File, err error) {
-	flags := os.O_RDWR | unix.O_NOFOLLOW
-	if create {
-		flags |= os.O_CREATE
-	}
-	lock, err := os.OpenFile(files.Lock(), flags, 0o600)
+// while its VM lives, fs.ErrNotExist where there is none.
+func lockExisting(files layout.Machine) (_ *os.File, err error) {
+	lock, err := os.OpenFile(files.Lock(), os.O_RDWR|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -192,11 +186,14 @@ func (l *Launcher) claimDead(ctx context.Context) ([]*machineDir, error) {
 			continue
 		}
 		files := l.roots.Machine(entry.Name())
-		lock, err := lockExisting(files, true)
+		lock, err := lockExisting(files)
 		switch {
 		case err == nil:
 			dead = append(dead, &machineDir{Machine: files, id: entry.Name(), lock: lock})
-		case errors.Is(err, fs.ErrNotExist): // its owner removed it meanwhile
+		case errors.Is(err, fs.ErrNotExist):
+			// Its maker died before the lock was there, or it is being removed;
+			// nobody can be making it while we hold the fence.
+			errs = append(errs, removeFiles(files))
 		case errors.Is(err, errLocked): // it lives
 		default:
 			errs = append(errs, err)

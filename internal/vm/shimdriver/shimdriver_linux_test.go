@@ -161,7 +161,8 @@ func TestEndsBeforeReady(t *testing.T) {
 		"status": {"cat >/dev/null; echo first; echo 'no such option' >&2; exit 3", bootspec.EndRefused, []string{"status 3", "no such option"}},
 		"report": {
 			`echo '{"class":"bad-spec","message":"cpus is 0","exit_code":2,"booted":false}' > $DIR/end.json; exit 2`,
-			bootspec.EndBadSpec, []string{"cpus is 0"},
+			bootspec.EndBadSpec,
+			[]string{"cpus is 0"},
 		},
 		"damaged report": {`echo '{"class":' > $DIR/end.json; exit 2`, bootspec.EndCrashed, []string{"damaged", "exit status 2"}},
 		"killed":         {"kill -KILL $$", bootspec.EndKilled, []string{"SIGKILL", "dmesg"}},
