@@ -152,7 +152,7 @@ func diagnoseSpace(dir string) Finding {
 		f.Finding, f.Fix = fmt.Sprintf("%s: %v", dir, err), "choose another directory with III_SANDBOX_CACHE_DIR"
 		return f
 	}
-	free := st.Bavail * uint64(st.Bsize) //nolint:gosec // a block size is positive
+	free := st.Bavail * uint64(st.Bsize)
 	f.OK, f.Finding = free >= minFree, fmt.Sprintf("%d MiB free in %s", free>>20, dir)
 	if !f.OK {
 		f.Fix = fmt.Sprintf("free some space (%d MiB at least), or choose another directory with III_SANDBOX_CACHE_DIR", minFree>>20)

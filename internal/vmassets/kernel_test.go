@@ -37,6 +37,7 @@ func TestOwnKernelIsUnpacked(t *testing.T) {
 		"xz":      bzImage(payload(t, "xz", kernel)),
 		"vmlinux": kernel,
 		"gz":      pack(t, "gzip", kernel),
+		"zboot":   zboot(t, kernel),
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

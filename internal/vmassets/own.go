@@ -62,17 +62,12 @@ func madeOf(root, image, modules string) (*Kernel, error) {
 	}
 	var found *Kernel
 	err = eachKernel(root, func(name string, m *manifest, used time.Time) error {
-		if found != nil || m == nil || len(m.Sources) == 0 || m.Sources[0] != now || m.ModulesFrom != modules {
+		if found != nil || m == nil || len(m.Sources) == 0 || m.Sources[0] != now || m.ModulesFrom != modules || changed(m.Sources[1:]) {
 			return nil
-		}
-		for _, s := range m.Sources[1:] {
-			if again, err := stampFile(s.Path); err != nil || again != s {
-				return nil
-			}
 		}
 		k, _, err := load(root, name)
 		if err != nil {
-			return nil
+			return err
 		}
 		found = k
 		// Mark it as used, so that it is not removed; a host that forbids it
@@ -83,6 +78,14 @@ func madeOf(root, image, modules string) (*Kernel, error) {
 		return nil
 	})
 	return found, err
+}
+
+// changed tells whether any of the files is not what it was.
+func changed(sources []source) bool {
+	return slices.ContainsFunc(sources, func(s source) bool {
+		now, err := stampFile(s.Path)
+		return err != nil || now != s
+	})
 }
 
 // makeOwn makes a kernel of the user's files. The caller holds the lock.
