@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"net"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -21,8 +22,11 @@ const (
 	maxStreams   = 1024
 	ioBuffer     = 64 << 10
 
-	// drainTime bounds how long calls may take to end once Serve is to return.
+	// drainTime bounds how long calls may take to end once Serve is to return,
+	// and flushTime how long their last bytes may take to leave. The connection
+	// itself is not waited for: its other end may leave it open.
 	drainTime = 2 * time.Second
+	flushTime = 100 * time.Millisecond
 )
 
 // Serve offers services on the connections of lis, one after the other or at
@@ -31,6 +35,7 @@ const (
 // returns; the error is Accept's, nil after ctx's end. Each of services puts
 // itself on the server: Service.Register, for instance.
 func Serve(ctx context.Context, lis net.Listener, services ...func(grpc.ServiceRegistrar)) error {
+	var calls flight
 	server := grpc.NewServer(
 		grpc.MaxRecvMsgSize(maxMessage),
 		grpc.MaxSendMsgSize(maxMessage),
@@ -40,6 +45,8 @@ func Serve(ctx context.Context, lis net.Listener, services ...func(grpc.ServiceR
 		grpc.ReadBufferSize(ioBuffer),
 		grpc.WriteBufferSize(ioBuffer),
 		grpc.WaitForHandlers(true),
+		grpc.UnaryInterceptor(calls.unary),
+		grpc.StreamInterceptor(calls.stream),
 		// A link's other end is the shim, whose end the VM does not survive: no
 		// pings of ours. A client's are welcome at any reasonable rate.
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 2 * time.Second, PermitWithoutStream: true}),
@@ -62,12 +69,70 @@ func Serve(ctx context.Context, lis net.Listener, services ...func(grpc.ServiceR
 	}()
 	bound := time.NewTimer(drainTime)
 	defer bound.Stop()
-	select {
-	case <-drained:
-	case <-bound.C:
-		server.Stop()
-		<-drained
+	for idle := calls.idle(); ; {
+		select {
+		case <-idle:
+			idle = nil
+			bound.Reset(flushTime)
+			continue
+		case <-drained:
+		case <-bound.C:
+			server.Stop()
+			<-drained
+		}
+		break
 	}
 	<-failed
 	return nil
+}
+
+// flight counts the calls in flight.
+type flight struct {
+	mu    sync.Mutex
+	calls int
+	// none, where set, is closed when calls is 0.
+	none chan struct{}
+}
+
+func (f *flight) begin() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls++
+}
+
+func (f *flight) end() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls--
+	f.tell()
+}
+
+func (f *flight) tell() {
+	if f.calls == 0 && f.none != nil {
+		close(f.none)
+		f.none = nil
+	}
+}
+
+// idle returns a channel that is closed once no call is in flight. To be called
+// once.
+func (f *flight) idle() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	none := make(chan struct{})
+	f.none = none
+	f.tell()
+	return none
+}
+
+func (f *flight) unary(ctx context.Context, req any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	f.begin()
+	defer f.end()
+	return handler(ctx, req)
+}
+
+func (f *flight) stream(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	f.begin()
+	defer f.end()
+	return handler(srv, stream)
 }

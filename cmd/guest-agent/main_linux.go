@@ -1,0 +1,93 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"runtime/debug"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/boot"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
+)
+
+// version is stamped by the build.
+var version = "0.2.0-dev"
+
+// memoryLimit makes the collector work harder above it: the guest's memory is
+// its user's.
+const memoryLimit = 48 << 20
+
+func main() {
+	begun := time.Now()
+	// The kernel passes on words of its command line; there is none for us.
+	if os.Getpid() != 1 {
+		fmt.Printf("guest-agent %s, protocol %d: it runs as PID 1 of a guest only\n", version, agentlink.ProtocolVersion)
+		if len(os.Args) != 2 || os.Args[1] != "--version" {
+			os.Exit(2)
+		}
+		return
+	}
+	debug.SetMemoryLimit(memoryLimit)
+	boot.CatchSignals()
+	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{ReplaceAttr: short}))
+	if err := run(begun, log); err != nil {
+		boot.Fatal(os.Stderr, err)
+	}
+	boot.PowerOff()
+}
+
+// short keeps the console's lines short: it is slow, and the host stamps them.
+func short(_ []string, a slog.Attr) slog.Attr {
+	if a.Key == slog.TimeKey || a.Key == slog.LevelKey {
+		return slog.Attr{}
+	}
+	return a
+}
+
+func run(begun time.Time, log *slog.Logger) error {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	guest, err := boot.Boot(ctx, begun, log)
+	if err != nil {
+		return err
+	}
+	service := agent.New(agent.Config{
+		Log:        log,
+		Version:    version,
+		Table:      procs.Open(procs.All),
+		Env:        guest.Env,
+		Kernel:     guest.Kernel,
+		Boot:       guest.Agent,
+		Warnings:   guest.Warnings,
+		SetClock:   boot.SetClock,
+		OnShutdown: guest.Quiesce,
+	})
+	fmt.Fprintf(os.Stderr, "agent: up, kernel %d ms, agent %d ms\n", guest.Kernel.Milliseconds(), guest.Agent.Milliseconds())
+	for _, warning := range guest.Warnings {
+		log.Warn("boot went on without", "what", warning)
+	}
+	go func() {
+		<-service.Done()
+		cancel()
+	}()
+	if err := agent.Serve(ctx, guest.Listener, services(service)...); err != nil {
+		return fmt.Errorf("link to the shim: %w", err)
+	}
+	select {
+	case <-service.Done():
+		return nil
+	default:
+		return errors.New("link to the shim: it ended without a shutdown")
+	}
+}
+
+func services(service *agent.Service) []func(grpc.ServiceRegistrar) {
+	return []func(grpc.ServiceRegistrar){service.Register}
+}
