@@ -30,7 +30,7 @@ func WriteEnv(w io.Writer, payload []byte) error {
 	frame := make([]byte, 0, envHead+len(payload)+envTrailer)
 	frame = append(frame, envMagic...)
 	frame = binary.BigEndian.AppendUint32(frame, ProtocolVersion)
-	frame = binary.BigEndian.AppendUint32(frame, uint32(len(payload))) //nolint:gosec // bounded by MaxEnv above
+	frame = binary.BigEndian.AppendUint32(frame, uint32(len(payload)))
 	frame = append(frame, payload...)
 	frame = binary.BigEndian.AppendUint32(frame, checksum(frame))
 	if _, err := w.Write(frame); err != nil {

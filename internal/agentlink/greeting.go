@@ -57,7 +57,7 @@ func Greet(c Conn, token string) (hostTime time.Time, err error) {
 	msg := make([]byte, 0, greetHead+len(token))
 	msg = append(msg, greetMagic...)
 	msg = binary.BigEndian.AppendUint32(msg, ProtocolVersion)
-	msg = binary.BigEndian.AppendUint16(msg, uint16(len(token))) //nolint:gosec // bounded by maxToken above
+	msg = binary.BigEndian.AppendUint16(msg, uint16(len(token)))
 	msg = append(msg, token...)
 	if _, err := c.Write(msg); err != nil {
 		return time.Time{}, fmt.Errorf("greeting: %w", err)
@@ -87,7 +87,7 @@ func readWelcome(c Conn) (time.Time, error) {
 	if v := binary.BigEndian.Uint32(head[4:]); v != ProtocolVersion {
 		return time.Time{}, versionError("greeting", v)
 	}
-	return time.Unix(0, int64(binary.BigEndian.Uint64(head[9:]))), nil //nolint:gosec // two's complement on the wire
+	return time.Unix(0, int64(binary.BigEndian.Uint64(head[9:]))), nil
 }
 
 // Welcome is the host's part: it reads the greeting, compares the token in
@@ -118,8 +118,8 @@ func Welcome(c Conn, token string, now time.Time) (err error) {
 		reason = verdict.Error()
 		reason = reason[:min(len(reason), maxReason)]
 	}
-	answer = binary.BigEndian.AppendUint64(answer, uint64(now.UnixNano())) //nolint:gosec // two's complement on the wire
-	answer = binary.BigEndian.AppendUint16(answer, uint16(len(reason)))    //nolint:gosec // bounded by maxReason above
+	answer = binary.BigEndian.AppendUint64(answer, uint64(now.UnixNano()))
+	answer = binary.BigEndian.AppendUint16(answer, uint16(len(reason)))   
 	answer = append(answer, reason...)
 	if _, err := c.Write(answer); err != nil {
 		return errors.Join(verdict, fmt.Errorf("greeting: answer: %w", err))

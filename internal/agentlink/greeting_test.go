@@ -143,21 +143,21 @@ func TestWelcomeOfHostileGreetings(t *testing.T) {
 	}
 }
 
+// script is a link whose other end says a fixed text and takes everything.
+type script struct{ io.Reader }
+
+func (script) Write(p []byte) (int, error) { return len(p), nil }
+func (script) SetDeadline(time.Time) error { return nil }
+
 func FuzzWelcome(f *testing.F) {
 	f.Add([]byte("IIIG\x00\x00\x00\x01\x00\x20" + token))
 	f.Add([]byte("IIIG\x00\x00\x00\x02"))
 	f.Add([]byte("IIIG\x00\x00\x00\x01\xff\xff"))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		host, guest := pair(t)
-		go func() {
-			_, _ = guest.Write(in)
-			_, _ = io.CopyN(io.Discard, guest, 19)
-			_ = guest.Close()
-		}()
-		err := agentlink.Welcome(host, token, time.Now())
+		err := agentlink.Welcome(script{bytes.NewReader(in)}, token, time.Now())
 		good := bytes.HasPrefix(in, []byte("IIIG\x00\x00\x00\x01\x00\x20"+token))
-		if err == nil && !good {
-			t.Errorf("welcomed %q", in)
+		if good != (err == nil) {
+			t.Errorf("%q: %v", in, err)
 		}
 	})
 }
@@ -167,13 +167,8 @@ func FuzzGreet(f *testing.F) {
 	f.Add([]byte("IIIW\x00\x00\x00\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02no"))
 	f.Add([]byte("IIIW\x00\x00\x00\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\xff\xff"))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		host, guest := pair(t)
-		go func() {
-			_, _ = io.CopyN(io.Discard, host, int64(10+len(token)))
-			_, _ = host.Write(in)
-			_ = host.Close()
-		}()
-		if _, err := agentlink.Greet(guest, token); err == nil && !bytes.HasPrefix(in, []byte("IIIW\x00\x00\x00\x01\x00")) {
+		_, err := agentlink.Greet(script{bytes.NewReader(in)}, token)
+		if err == nil && !bytes.HasPrefix(in, []byte("IIIW\x00\x00\x00\x01\x00")) {
 			t.Errorf("took %q for a welcome", in)
 		}
 	})

@@ -182,18 +182,26 @@ func TestResyncSurvivesAGuestThatStartsOver(t *testing.T) {
 	defer cancel()
 	hostDone := make(chan error, 1)
 	go func() { hostDone <- agentlink.ResyncHost(ctx, host) }()
-	// Answer the first HEL by hand, and forget it.
-	hel := make([]byte, 47)
-	if _, err := io.ReadFull(guest, hel); err != nil {
+	// Answer the first HEL by hand as guest 1, and see its GO_.
+	line := make([]byte, 47)
+	if _, err := io.ReadFull(guest, line); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := guest.Write(bytes.Replace(hel, []byte("HEL"), []byte("ACK"), 1)); err != nil {
+	ack := "\nIII-LINK ACK " + string(line[14:30])
+	if _, err := io.WriteString(guest, ack+"1111111111111111\n"); err != nil {
 		t.Fatal(err)
 	}
-	// Its GO_ is lost too.
-	if _, err := io.ReadFull(guest, hel); err != nil || !bytes.Contains(hel, []byte("GO_")) {
-		t.Fatalf("the host sent %q, %v", hel, err)
+	if _, err := io.ReadFull(guest, line); err != nil || !bytes.Contains(line, []byte("GO_")) {
+		t.Fatalf("the host sent %q, %v", line, err)
 	}
+	// Guest 2 answers an old HEL, and must get a GO_ of its own.
+	if _, err := io.WriteString(guest, ack+"2222222222222222\n"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(guest, line); err != nil || !bytes.Contains(line, []byte("2222222222222222")) {
+		t.Fatalf("the host sent %q, %v", line, err)
+	}
+	// Guest 3 comes so late that nothing of the old attempt is left.
 	if err := agentlink.ResyncGuest(ctx, guest); err != nil {
 		t.Fatalf("guest: %v", err)
 	}

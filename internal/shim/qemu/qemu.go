@@ -1,0 +1,112 @@
+// Package qemu is the shim's Hypervisor for QEMU with software emulation (TCG):
+// a boot spec becomes one command line, and QEMU runs as a child of the shim.
+//
+// Command lines and their reasons are measured with QEMU 7.2 and the kernel of
+// package vmassets: q35 is the machine with a time base of its own, microvm the
+// faster one that needs the host's TSC rate. The arm64 machine virt is derived
+// from them and untested.
+package qemu
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+)
+
+// The machine types.
+const (
+	machineQ35     = "q35"
+	machineMicroVM = "microvm"
+	machineVirt    = "virt"
+)
+
+// File descriptors of the child, in the order of exec.Cmd.ExtraFiles.
+const (
+	fdConsole = 3 + iota
+	fdLink
+	fdEnv
+)
+
+// Kernel arguments of every machine: why, in the order of the list.
+//
+//	quiet                  each line on an emulated serial port costs time
+//	panic=-1               a panic ends the VM at once
+//	cryptomgr.notests      0.28 s of self-tests
+//	mitigations=off        the emulated CPU has no such flaws
+//	nokaslr                nothing to relocate
+//	rcu_expedited          fewer waits during boot
+//	random.trust_cpu=on    without it the first program may wait a second for
+//	                       entropy
+//	initcall_blacklist     0.18 s of what no guest of ours uses
+const commonArgs = "quiet panic=-1 cryptomgr.notests mitigations=off nokaslr rcupdate.rcu_expedited=1 random.trust_cpu=on " +
+	"initcall_blacklist=init_kprobe_trace,load_system_certificate_list,crypto_kdf108_init"
+
+// x86Args: the TSC of an emulated guest is the host's, steady and in step on all
+// CPUs, which the kernel cannot find out.
+const x86Args = "console=ttyS0 8250.nr_uarts=1 no_timer_check tsc=reliable"
+
+// Args is QEMU's command line for the spec, without argv[0].
+func Args(spec *bootspec.Spec) ([]string, error) {
+	q := spec.QEMU
+	args := []string{"-name", "guest=" + escape(spec.ID)}
+	kernelArgs := commonArgs
+	bus := "pci"
+	switch q.Machine {
+	case machineQ35:
+		args = append(args, "-M", "q35,accel=tcg,hpet=off,smm=off,sata=off,usb=off,vmport=off,smbus=off", "-cpu", "qemu64,+rdrand")
+		kernelArgs = x86Args + " " + kernelArgs
+	case machineMicroVM:
+		args = append(args, "-M", "microvm,accel=tcg", "-cpu", "qemu64,+rdrand", "-global", "virtio-mmio.force-legacy=false")
+		kernelArgs = x86Args + " tsc_early_khz=" + strconv.Itoa(q.TSCKHz) + " " + kernelArgs
+		bus = "device"
+	case machineVirt:
+		args = append(args, "-M", "virt,accel=tcg", "-cpu", "max")
+		kernelArgs = "console=ttyAMA0 " + kernelArgs
+	default:
+		return nil, fmt.Errorf("qemu.machine is %q, not %q, %q or %q", q.Machine, machineQ35, machineMicroVM, machineVirt)
+	}
+	args = append(args,
+		"-smp", strconv.Itoa(spec.CPUs), "-m", strconv.Itoa(spec.MemoryMiB),
+		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+		"-chardev", socket("console", fdConsole), "-serial", "chardev:console",
+		"-kernel", q.Kernel, "-initrd", q.Initramfs, "-append", kernelArgs,
+	)
+	args = append(args, disk("lower", bus, bootspec.LowerSerial, spec.Lower)...)
+	args = append(args, disk("upper", bus, bootspec.UpperSerial, spec.Upper)...)
+	args = append(args, "-device", "virtio-serial-"+bus+",max_ports=4")
+	args = append(args, port("link", agentlink.AgentPort, fdLink)...)
+	args = append(args, port("env", agentlink.EnvPort, fdEnv)...)
+	return args, nil
+}
+
+func socket(id string, fd int) string {
+	return "socket,id=" + id + ",fd=" + strconv.Itoa(fd)
+}
+
+func port(id, name string, fd int) []string {
+	return []string{"-chardev", socket(id, fd), "-device", "virtserialport,chardev=" + id + ",name=" + name}
+}
+
+// disk is a drive and its device. Discards reach the file, so that it shrinks
+// with what the guest deletes.
+func disk(id, bus, serial string, d bootspec.Disk) []string {
+	drive := "if=none,id=" + id + ",format=raw,file=" + escape(d.Path)
+	switch {
+	case d.ReadOnly:
+		drive += ",readonly=on"
+	case d.Durable:
+		// Flushes of the guest reach the host's disk.
+		drive += ",cache=writeback,discard=unmap"
+	default:
+		// Flushes are ignored: nobody mounts this disk again.
+		drive += ",cache=unsafe,discard=unmap"
+	}
+	return []string{"-drive", drive, "-device", "virtio-blk-" + bus + ",drive=" + id + ",serial=" + serial}
+}
+
+// escape doubles commas, which part the options of one argument.
+func escape(value string) string { return strings.ReplaceAll(value, ",", ",,") }

@@ -1,0 +1,180 @@
+package qemu
+
+import (
+	"context"
+	"debug/elf"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"syscall"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
+)
+
+// Hypervisor runs QEMU. The zero value is ready.
+type Hypervisor struct {
+	// Wrap, where set, returns what is put before QEMU's command line: path and
+	// arguments of a program that confines itself and then executes the rest in
+	// its own place, so that the process stays the shim's child.
+	Wrap func(*bootspec.Spec) []string
+}
+
+var _ shim.Hypervisor = Hypervisor{}
+
+// Check implements shim.Hypervisor.
+func (Hypervisor) Check(spec *bootspec.Spec) error {
+	q := spec.QEMU
+	var errs []error
+	if _, err := Args(spec); err != nil {
+		errs = append(errs, err)
+	}
+	for _, f := range []struct{ name, path, fix string }{
+		{"qemu.kernel", q.Kernel, "run `adapter vmm setup`, or name a kernel with III_VM_KERNEL"},
+		{"qemu.initramfs", q.Initramfs, "run `adapter vmm setup`"},
+	} {
+		if err := checkReadable(f.path); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w: %s", f.name, err, f.fix))
+		}
+	}
+	if len(errs) == 0 && q.Machine != machineVirt {
+		if err := checkVMLinux(q.Kernel); err != nil {
+			errs = append(errs, fmt.Errorf("qemu.kernel: %w", err))
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return bootspec.End{Class: bootspec.EndBadSpec, Message: strings.ReplaceAll(err.Error(), "\n", "; ")}
+	}
+	info, err := os.Stat(q.Binary)
+	if err == nil && (!info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0) {
+		err = fmt.Errorf("%s is not an executable file", q.Binary)
+	}
+	if err != nil {
+		return fmt.Errorf("qemu.binary: %w: install qemu-system (Debian: qemu-system-x86 or qemu-system-arm), or name it with III_QEMU", err)
+	}
+	return nil
+}
+
+func checkReadable(path string) error {
+	file, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = file.Close() }()
+	info, err := file.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is not a regular file", path)
+	}
+	return err
+}
+
+// checkVMLinux refuses what QEMU would boot slowly or not at all: it enters an
+// ELF image directly only where it has the note of the PVH protocol.
+func checkVMLinux(path string) error {
+	image, err := elf.Open(path)
+	if err != nil {
+		return fmt.Errorf("%s is not an uncompressed kernel (vmlinux): %w", path, err)
+	}
+	defer func() { _ = image.Close() }()
+	if image.Machine != elf.EM_X86_64 {
+		return fmt.Errorf("%s is a kernel for %v, not for x86-64", path, image.Machine)
+	}
+	return nil
+}
+
+// Run implements shim.Hypervisor. QEMU dies with this process, and with the
+// context.
+func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devices) bootspec.End {
+	defer closeAll(dev)
+	args, err := Args(spec)
+	if err != nil {
+		return bootspec.End{Class: bootspec.EndBadSpec, Message: err.Error(), ExitCode: -1}
+	}
+	argv := append([]string{spec.QEMU.Binary}, args...)
+	if h.Wrap != nil {
+		argv = append(h.Wrap(spec), argv...)
+	}
+	// Not CommandContext: its kill would be an error of Wait like any other.
+	cmd := exec.Command(argv[0], argv[1:]...)
+	cmd.Env = []string{} // nothing of ours is QEMU's business
+	cmd.Stdout, cmd.Stderr = dev.Log, dev.Log
+	cmd.ExtraFiles = []*os.File{fdConsole - 3: dev.Console, fdLink - 3: dev.Link, fdEnv - 3: dev.Env}
+	cmd.SysProcAttr = dieWithParent()
+
+	// The kernel kills the child when the thread that forked it ends, so that
+	// thread must live as long.
+	result := make(chan bootspec.End, 1)
+	started := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err != nil {
+			return
+		}
+		_ = cmd.Wait() // the outcome is in ProcessState
+		result <- ended(cmd.ProcessState)
+	}()
+	if err := <-started; err != nil {
+		return bootspec.End{Class: bootspec.EndRefused, Message: "QEMU did not start: " + err.Error(), ExitCode: -1}
+	}
+	dev.Started(cmd.Process.Pid)
+	// QEMU has its own now; ours would hide its end.
+	closeAll(dev)
+	select {
+	case end := <-result:
+		return end
+	case <-ctx.Done():
+		// By process handle (pidfd) where the kernel has one; a child that is
+		// not reaped keeps its number anyway.
+		killErr := cmd.Process.Kill()
+		end := <-result
+		if killErr == nil && end.Signal == int(syscall.SIGKILL) {
+			end.Class, end.Message = bootspec.EndKilled, "QEMU was killed"
+		}
+		return end
+	}
+}
+
+func closeAll(dev shim.Devices) {
+	for _, f := range []*os.File{dev.Console, dev.Link, dev.Env, dev.Log} {
+		_ = f.Close() // the second time on the way out
+	}
+}
+
+// ended classifies QEMU's exit. Told to end by SIGTERM, SIGINT or SIGHUP, QEMU
+// exits with 0 as after an orderly end.
+func ended(state *os.ProcessState) bootspec.End {
+	status, ok := state.Sys().(syscall.WaitStatus)
+	switch {
+	case !ok:
+		return bootspec.End{Class: bootspec.EndCrashed, Message: "QEMU ended: " + state.String(), ExitCode: -1}
+	case status.Signaled():
+		return signalled(status.Signal())
+	case status.ExitStatus() == 0:
+		return bootspec.End{Class: bootspec.EndGuest, Message: "QEMU ended"}
+	default:
+		return bootspec.End{
+			Class: bootspec.EndCrashed, ExitCode: status.ExitStatus(),
+			Message: fmt.Sprintf("QEMU ended with status %d", status.ExitStatus()),
+		}
+	}
+}
+
+func signalled(sig syscall.Signal) bootspec.End {
+	end := bootspec.End{Class: bootspec.EndCrashed, ExitCode: -1, Signal: int(sig)}
+	switch sig {
+	case syscall.SIGKILL:
+		end.Class = bootspec.EndKilled
+		end.Message = "QEMU was killed by SIGKILL: by somebody, or by the kernel when memory ran out (see dmesg)"
+	case syscall.SIGSYS:
+		end.Message = "QEMU's seccomp sandbox stopped it (SIGSYS): report it with the VMM's version"
+	default:
+		end.Message = fmt.Sprintf("QEMU crashed: signal %d (%v)", int(sig), sig)
+	}
+	return end
+}
