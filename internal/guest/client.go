@@ -18,13 +18,14 @@ import (
 
 // Client calls the agent of one VM. All its methods may be called concurrently.
 type Client struct {
-	api guestv1.AgentServiceClient
+	api   guestv1.AgentServiceClient
+	files guestv1.FileServiceClient
 }
 
 // New returns a client on conn, which the caller keeps open while it is used
 // and closes afterwards. Nothing is sent.
 func New(conn grpc.ClientConnInterface) *Client {
-	return &Client{api: guestv1.NewAgentServiceClient(conn)}
+	return &Client{api: guestv1.NewAgentServiceClient(conn), files: guestv1.NewFileServiceClient(conn)}
 }
 
 // Info is what the agent tells about itself and the guest's boot.
