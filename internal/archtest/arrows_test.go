@@ -23,7 +23,8 @@ fault layout cleanup proc egress krun agentlink atomicfile cursorlog erofs agent
 # Data and single outside things.
 bootspec   -> egress
 catalog    -> fault
-imagestore -> erofs cleanup fault
+# layout for its check that a directory is the user's own.
+imagestore -> erofs cleanup layout
 netstack   -> egress cleanup
 vmassets   -> cleanup fault layout
 guest      -> api/guest/v1 agentlink fault
