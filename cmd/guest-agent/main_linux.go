@@ -9,8 +9,6 @@ import (
 	"runtime/debug"
 	"time"
 
-	"google.golang.org/grpc"
-
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/boot"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
@@ -77,7 +75,7 @@ func run(begun time.Time, log *slog.Logger) error {
 		<-service.Done()
 		cancel()
 	}()
-	if err := agent.Serve(ctx, guest.Listener, services(service)...); err != nil {
+	if err := agent.Serve(ctx, guest.Listener, service.Register, agent.NewFiles(log).Register); err != nil {
 		return fmt.Errorf("link to the shim: %w", err)
 	}
 	select {
@@ -86,8 +84,4 @@ func run(begun time.Time, log *slog.Logger) error {
 	default:
 		return errors.New("link to the shim: it ended without a shutdown")
 	}
-}
-
-func services(service *agent.Service) []func(grpc.ServiceRegistrar) {
-	return []func(grpc.ServiceRegistrar){service.Register}
 }

@@ -10,8 +10,6 @@ import (
 	"sync"
 	"syscall"
 
-	"google.golang.org/grpc"
-
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
@@ -130,7 +128,7 @@ func (m *fakeMachine) serve(ctx context.Context, link net.Conn, config *bootspec
 		}
 	})
 	lis := newOneConn(link)
-	err := agent.Serve(serving, lis, func(r grpc.ServiceRegistrar) { service.Register(r) })
+	err := agent.Serve(serving, lis, service.Register, agent.NewFiles(m.fake.Log).Register)
 	select {
 	case <-service.Done():
 		return nil

@@ -1,0 +1,216 @@
+// Package cli is the command line of the adapter: flags in, output and exit code
+// out. What the commands do lives in the packages it calls.
+package cli
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
+)
+
+// Exit codes of the commands that do not end with a program's own.
+const (
+	ExitOK = 0
+	// ExitFault: the command could not do its work.
+	ExitFault = 1
+	// ExitUsage: the command line is wrong.
+	ExitUsage = 2
+	// ExitTimedOut: run or exec ended the program at its time limit, as
+	// timeout(1) does.
+	ExitTimedOut = 124
+	// ExitNoProgram: run or exec failed before or around the program, as docker
+	// run does.
+	ExitNoProgram = 125
+)
+
+// App is what the command line stands on. All fields are required.
+type App struct {
+	Version string
+	Stdin   *os.File
+	Stdout  io.Writer
+	Stderr  io.Writer
+	// Terminal tells whether a stream is a terminal.
+	Terminal func(stream any) bool
+	Getenv   func(string) string
+	// NewDriver makes what boots VMs; vmm is "auto", "qemu" or "libkrun".
+	NewDriver func(vmm string, roots layout.Roots, log *slog.Logger) (vm.Driver, error)
+	// FindShim checks for doctor that the shim is there.
+	FindShim func(roots layout.Roots) vmassets.Finding
+
+	vmm     string
+	verbose bool
+}
+
+// exitError carries an exit code up to Execute; err may be nil: nothing is
+// printed then.
+type exitError struct {
+	code int
+	err  error
+}
+
+func (e *exitError) Error() string {
+	if e.err == nil {
+		return fmt.Sprintf("exit %d", e.code)
+	}
+	return e.err.Error()
+}
+
+func (e *exitError) Unwrap() error { return e.err }
+
+// usageError marks what the user typed wrong.
+type usageError struct{ error }
+
+func usagef(format string, args ...any) error {
+	return usageError{fmt.Errorf(format, args...)}
+}
+
+// Execute runs one command line (without the program's name) and returns the
+// exit code. Signals end ctx; run and exec hand the first one to their program.
+func (a *App) Execute(ctx context.Context, args []string) int {
+	root := a.command()
+	root.SetArgs(args)
+	root.SetOut(a.Stdout)
+	root.SetErr(a.Stderr)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return ExitOK
+	}
+	code := ExitFault
+	if usage := (usageError{}); errors.As(err, &usage) {
+		code = ExitUsage
+	}
+	if exit := (*exitError)(nil); errors.As(err, &exit) {
+		code = exit.code
+		err = exit.err
+	}
+	if err != nil {
+		a.printError(err)
+	}
+	return code
+}
+
+func (a *App) printError(err error) {
+	a.say("adapter: %v", err)
+	if f := (*fault.Error)(nil); errors.As(err, &f) && f.FixNote != "" {
+		a.say("  %s", f.FixNote)
+	}
+}
+
+// say writes one line for the user on standard error. There is nowhere to report
+// that standard error is gone.
+func (a *App) say(format string, args ...any) {
+	_, _ = fmt.Fprintf(a.Stderr, format+"\n", args...)
+}
+
+func (a *App) printJSON(v any) error {
+	enc := json.NewEncoder(a.Stdout)
+	enc.SetEscapeHTML(false)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+func (a *App) command() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "adapter",
+		Short: "Run untrusted code in microVMs",
+		Long: `adapter boots microVMs from container images and runs programs in them.
+
+  adapter run --image python -c 'print(6*7)'
+
+Exit codes: run and exec end with the program's own code (128 + the signal that
+ended it, 127 not found, 126 not allowed), 124 when its time ran out, 125 when the
+sandbox itself failed; every other command with 0, 1 (failed) or 2 (wrong usage).`,
+		Version:       a.Version,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usagef("unknown command %q: see adapter --help", args[0])
+			}
+			return cmd.Help()
+		},
+		Args: cobra.ArbitraryArgs,
+	}
+	root.SetVersionTemplate("{{.Version}}\n")
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		return usagef("%w: see %s --help", err, cmd.CommandPath())
+	})
+	flags := root.PersistentFlags()
+	flags.StringVar(&a.vmm, "vmm", a.Getenv("III_SANDBOX_VMM"), "what runs the VMs: auto, libkrun or qemu (default auto; III_SANDBOX_VMM)")
+	flags.BoolVarP(&a.verbose, "verbose", "v", false, "log what happens to standard error")
+	root.AddCommand(a.runCommand(), a.execCommand(), a.lsCommand(), a.stopCommand(),
+		a.imageCommand(), a.vmmCommand(), a.doctorCommand())
+	return root
+}
+
+func (a *App) logger() *slog.Logger {
+	level := slog.LevelWarn
+	if a.verbose {
+		level = slog.LevelDebug
+	}
+	return slog.New(slog.NewTextHandler(a.Stderr, &slog.HandlerOptions{Level: level}))
+}
+
+func (a *App) roots() (layout.Roots, error) { return layout.FromEnvironment(a.Getenv) }
+
+// imageLayouts is where OCI layouts named like images lie.
+func (a *App) imageLayouts(roots layout.Roots) string {
+	if dir := a.Getenv("III_SANDBOX_IMAGE_DIR"); dir != "" {
+		return dir
+	}
+	return roots.ImageLayouts()
+}
+
+// hasLayout reports whether an image of this name lies in the layouts' folder.
+func (a *App) hasLayout(roots layout.Roots, name string) bool {
+	if name == "" || name != filepath.Base(name) || name == "." || name == ".." {
+		return false
+	}
+	_, err := os.Stat(filepath.Join(a.imageLayouts(roots), name, "index.json"))
+	return err == nil
+}
+
+func (a *App) images(roots layout.Roots) (*imagestore.Store, error) {
+	return imagestore.Open(roots.Images(), imagestore.Options{Log: a.logger(), LayoutDir: a.imageLayouts(roots)})
+}
+
+// system is what the sandbox commands work with.
+type system struct {
+	roots    layout.Roots
+	launcher *vm.Launcher
+	images   *imagestore.Store
+	manager  *sandbox.Manager
+}
+
+func (a *App) system() (*system, error) {
+	roots, err := a.roots()
+	if err != nil {
+		return nil, err
+	}
+	log := a.logger()
+	driver, err := a.NewDriver(a.vmm, roots, log)
+	if err != nil {
+		return nil, err
+	}
+	images, err := a.images(roots)
+	if err != nil {
+		return nil, err
+	}
+	launcher := vm.New(vm.Config{Driver: driver, Roots: roots, Log: log, Version: a.Version})
+	manager := sandbox.New(sandbox.Config{Launcher: launcher, Images: images, Log: log})
+	return &system{roots: roots, launcher: launcher, images: images, manager: manager}, nil
+}

@@ -1,0 +1,105 @@
+package cli
+
+import (
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
+)
+
+func (a *App) doctorCommand() *cobra.Command {
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "Check what VMs need on this host, and say how to mend it",
+		Long: `doctor checks what VMs need on this host and prints what it found and what to do
+about it. It exits with 1 when no VM can boot.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			findings := a.diagnose(cmd)
+			ready := true
+			for _, f := range findings {
+				ready = ready && f.OK
+			}
+			if err := a.printFindings(findings, asJSON); err != nil {
+				return err
+			}
+			if !ready {
+				return &exitError{code: ExitFault}
+			}
+			return nil
+		},
+	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return cmd
+}
+
+func (a *App) diagnose(cmd *cobra.Command) []vmassets.Finding {
+	roots, err := a.roots()
+	if err != nil {
+		return []vmassets.Finding{{Name: "directories", Finding: err.Error()}}
+	}
+	findings := append(vmassets.Diagnose(cmd.Context(), roots.VMM(), a.Getenv), a.FindShim(roots), directories(roots))
+	images := vmassets.Finding{Name: "images", OK: true, Finding: a.imageLayouts(roots)}
+	names, _ := a.completeImages(nil, nil, "")
+	for _, name := range names {
+		if a.hasLayout(roots, name) {
+			images.Finding += ", " + name
+		}
+	}
+	if !a.hasLayout(roots, "python") {
+		images.Fix = "make images builds python and node from Debian packages; without them they are pulled"
+	}
+	return append(findings, images)
+}
+
+func directories(roots layout.Roots) vmassets.Finding {
+	f := vmassets.Finding{Name: "directories"}
+	for _, dir := range []string{roots.Cache, roots.State, roots.Run} {
+		if err := layout.MakePrivate(dir); err != nil {
+			f.Finding = err.Error()
+			f.Fix = "set III_SANDBOX_CACHE_DIR, III_SANDBOX_STATE_DIR and III_SANDBOX_RUN_DIR to directories of yours"
+			return f
+		}
+	}
+	if err := roots.Machine("00000000-0000-0000-0000-000000000000").CheckSocket(); err != nil {
+		f.Finding = err.Error()
+		return f
+	}
+	f.OK = true
+	f.Finding = fmt.Sprintf("cache %s, state %s, run %s", roots.Cache, roots.State, roots.Run)
+	return f
+}
+
+func (a *App) printFindings(findings []vmassets.Finding, asJSON bool) error {
+	if asJSON {
+		type finding struct {
+			Name    string `json:"name"`
+			OK      bool   `json:"ok"`
+			Finding string `json:"finding"`
+			Fix     string `json:"fix,omitempty"`
+		}
+		list := []finding{}
+		for _, f := range findings {
+			list = append(list, finding(f))
+		}
+		return a.printJSON(list)
+	}
+	for _, f := range findings {
+		mark := "ok  "
+		if !f.OK {
+			mark = "FAIL"
+		}
+		if _, err := fmt.Fprintf(a.Stdout, "%s  %s: %s\n", mark, f.Name, f.Finding); err != nil {
+			return err
+		}
+		if f.Fix != "" {
+			if _, err := fmt.Fprintf(a.Stdout, "      -> %s\n", f.Fix); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,172 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/catalog"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
+)
+
+func (a *App) imageCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "image",
+		Short: "Manage the images on this host",
+		Args:  noArgs,
+		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(a.imagePullCommand(), a.imageLsCommand(), a.imageRmCommand(), a.imageGCCommand())
+	return cmd
+}
+
+// withImages runs f with the store, ended by signals.
+func (a *App) withImages(ctx context.Context, f func(context.Context, *imagestore.Store) error) error {
+	roots, err := a.roots()
+	if err != nil {
+		return err
+	}
+	store, err := a.images(roots)
+	if err != nil {
+		return err
+	}
+	ctx, caught := catchInterrupts(ctx)
+	defer caught.Close()
+	return interruptedOr(ctx, f(ctx, store))
+}
+
+func (a *App) imagePullCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "pull IMAGE...",
+		Short: "Fetch images, or what is new of them",
+		Long: `pull fetches images: python, node, oci:DIR[:TAG], docker-archive:FILE or a registry
+reference with its host. An image that has a layout in III_SANDBOX_IMAGE_DIR comes from
+there. It prints each image's digest.`,
+		ValidArgsFunction: a.completeImages,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return usagef("name an image to pull")
+			}
+			return a.withImages(cmd.Context(), func(ctx context.Context, store *imagestore.Store) error {
+				for _, name := range args {
+					if err := a.pull(ctx, store, name); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		},
+	}
+}
+
+func (a *App) pull(ctx context.Context, store *imagestore.Store, name string) error {
+	roots, err := a.roots()
+	if err != nil {
+		return err
+	}
+	image, err := catalog.ResolveDirect(name, func(name string) bool { return a.hasLayout(roots, name) })
+	if err != nil {
+		return err
+	}
+	progress := newProgress(a.Stderr, a.Terminal(a.Stderr))
+	pulled, err := store.Pull(ctx, image.Ref, imagestore.EnsureOptions{Name: image.Name, Progress: progress.Update})
+	progress.Close()
+	if err != nil {
+		return err
+	}
+	if err := pulled.Close(); err != nil {
+		return err
+	}
+	_, err = fmt.Fprintln(a.Stdout, pulled.Digest)
+	return err
+}
+
+func (a *App) imageLsCommand() *cobra.Command {
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "ls",
+		Short: "List the images on this host",
+		Args:  noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return a.withImages(cmd.Context(), func(ctx context.Context, store *imagestore.Store) error {
+				entries, err := store.List(ctx)
+				if err != nil {
+					return err
+				}
+				if asJSON {
+					if entries == nil {
+						entries = []imagestore.Entry{}
+					}
+					return a.printJSON(entries)
+				}
+				return a.printImages(entries)
+			})
+		},
+	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return cmd
+}
+
+func (a *App) printImages(entries []imagestore.Entry) error {
+	table := tabwriter.NewWriter(a.Stdout, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(table, "REFERENCE\tDIGEST\tSIZE\tPULLED\tIN USE")
+	for _, e := range entries {
+		refs := e.Refs
+		if len(refs) == 0 {
+			refs = []string{"-"}
+		}
+		for _, ref := range refs {
+			_, _ = fmt.Fprintf(table, "%s\t%s\t%s\t%s\t%v\n", ref, shortDigest(e.Digest), mib(e.Size), e.Pulled.Local().Format(time.DateTime), e.InUse)
+		}
+	}
+	return table.Flush()
+}
+
+// shortDigest cuts a digest to what a person compares: "sha256:" and 12 digits.
+func shortDigest(digest string) string { return digest[:min(len(digest), len("sha256:")+12)] }
+
+func (a *App) imageRmCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "rm IMAGE...",
+		Short: "Remove images by reference or digest",
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return usagef("name an image to remove: see adapter image ls")
+			}
+			return a.withImages(cmd.Context(), func(ctx context.Context, store *imagestore.Store) error {
+				for _, ref := range args {
+					if err := store.Remove(ctx, ref); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		},
+	}
+}
+
+func (a *App) imageGCCommand() *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "gc",
+		Short: "Remove images that nothing refers to",
+		Long: `gc removes images whose reference has moved on to a newer one, and what broken pulls
+left. With --all it removes every image that no VM uses.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return a.withImages(cmd.Context(), func(ctx context.Context, store *imagestore.Store) error {
+				result, err := store.GC(ctx, imagestore.GCOptions{All: all})
+				if err != nil {
+					return err
+				}
+				_, err = fmt.Fprintf(a.Stdout, "removed %d images, freed %s\n", len(result.Removed), mib(result.Freed))
+				return err
+			})
+		},
+	}
+	cmd.Flags().BoolVar(&all, "all", false, "remove also what a reference still names")
+	return cmd
+}

@@ -1,0 +1,56 @@
+package cli
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
+)
+
+func (a *App) vmmCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "vmm",
+		Short: "Manage what boots the VMs",
+		Args:  noArgs,
+		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(a.vmmSetupCommand())
+	return cmd
+}
+
+func (a *App) vmmSetupCommand() *cobra.Command {
+	var update, quiet bool
+	cmd := &cobra.Command{
+		Use:   "setup",
+		Short: "Fetch the guest's kernel into the cache",
+		Long: `setup fetches Debian's cloud kernel with apt-get, as the user you are, and unpacks it
+into the cache; nothing is installed. III_VM_KERNEL names a kernel of your own instead.
+With a kernel there already it does nothing.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			roots, err := a.roots()
+			if err != nil {
+				return err
+			}
+			progress := a.Stderr
+			if quiet {
+				progress = io.Discard
+			}
+			ctx, caught := catchInterrupts(cmd.Context())
+			defer caught.Close()
+			kernel, err := vmassets.Setup(ctx, vmassets.Options{
+				Dir: roots.VMM(), Log: a.logger(), Progress: progress, Getenv: a.Getenv, Update: update,
+			})
+			if err != nil {
+				return interruptedOr(ctx, err)
+			}
+			_, err = fmt.Fprintf(a.Stdout, "kernel %s is ready\n", kernel.Release)
+			return err
+		},
+	}
+	cmd.Flags().BoolVar(&update, "update", false, "look for a newer kernel")
+	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "print no steps")
+	return cmd
+}
