@@ -69,9 +69,9 @@ func confine(args []string) error {
 	}
 	err = landlock.V7.BestEffort().Restrict(
 		landlock.RODirs(append(systemDirs(), prefix, "/proc/self", "/sys/devices/system/cpu")...).IgnoreIfMissing(),
-		landlock.ROFiles("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom").IgnoreIfMissing(),
+		landlock.ROFiles("/dev/zero", "/dev/random", "/dev/urandom").IgnoreIfMissing(),
 		landlock.ROFiles(readable...),
-		landlock.RWFiles(writable),
+		landlock.RWFiles(writable, os.DevNull),
 	)
 	if err != nil {
 		return fmt.Errorf("confine the VMM with Landlock: %w: set %s=%s to do without", err, envLandlock, landlockOff)

@@ -35,15 +35,8 @@ const (
 	commandConfine = "__confine"
 )
 
-// Exit statuses.
-const (
-	exitGuest   = 0
-	exitUsage   = 2
-	exitBadSpec = 10
-	exitRefused = 11
-	exitCrashed = 12
-	exitKilled  = 13
-)
+// exitUsage is for what is wrong before there is a VM; bootspec has the others.
+const exitUsage = 2
 
 const usage = `krun-shim is one microVM: it runs the VMM, and ends with it.
 
@@ -118,22 +111,7 @@ func boot(args []string, stdin *os.File, stdout, stderr io.Writer) int {
 		return complain(stderr, err)
 	}
 	_, _ = fmt.Fprintf(stderr, "krun-shim: %s\n", strings.ReplaceAll(end.Error(), "\n", "; "))
-	return exitStatus(end)
-}
-
-func exitStatus(end bootspec.End) int {
-	switch end.Class {
-	case bootspec.EndGuest:
-		return exitGuest
-	case bootspec.EndBadSpec:
-		return exitBadSpec
-	case bootspec.EndRefused:
-		return exitRefused
-	case bootspec.EndKilled:
-		return exitKilled
-	default:
-		return exitCrashed
-	}
+	return end.Class.ExitStatus()
 }
 
 // complain prints an error of usage; one that is a bootspec.End says itself
@@ -144,7 +122,7 @@ func complain(stderr io.Writer, err error) int {
 	}
 	_, _ = fmt.Fprintf(stderr, "krun-shim: %v\n", err)
 	if end := (bootspec.End{}); errors.As(err, &end) {
-		return exitStatus(end)
+		return end.Class.ExitStatus()
 	}
 	return exitUsage
 }

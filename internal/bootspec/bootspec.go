@@ -164,6 +164,37 @@ const (
 	EndKilled EndClass = "killed"
 )
 
+// ExitStatus is the exit status of a shim whose VM ended with this class. 1 and
+// 2 are what a Go program that crashes ends with, and 2 wrong usage.
+func (c EndClass) ExitStatus() int {
+	for _, s := range statuses() {
+		if s.class == c {
+			return s.status
+		}
+	}
+	return 1
+}
+
+// ClassOfStatus is the class that a shim's exit status stands for; false for one
+// that no class has.
+func ClassOfStatus(status int) (EndClass, bool) {
+	for _, s := range statuses() {
+		if s.status == status {
+			return s.class, true
+		}
+	}
+	return "", false
+}
+
+type classStatus struct {
+	class  EndClass
+	status int
+}
+
+func statuses() []classStatus {
+	return []classStatus{{EndGuest, 0}, {EndBadSpec, 10}, {EndRefused, 11}, {EndCrashed, 12}, {EndKilled, 13}}
+}
+
 // Error lets an End be returned as the error of what the VM's end interrupted.
 func (e End) Error() string {
 	return string(e.Class) + ": " + e.Message
@@ -180,7 +211,7 @@ func (s *Spec) Validate() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	if s.Version != Version {
-		return fmt.Errorf("version is %d, this build reads %d: adapter and krun-shim must come from one build", s.Version, Version)
+		return versionError(s.Version)
 	}
 	if s.ID == "" {
 		bad("id is empty")
@@ -214,6 +245,10 @@ func (s *Spec) Validate() error {
 		bad("guest: %w", err)
 	}
 	return errors.Join(errs...)
+}
+
+func versionError(theirs int) error {
+	return fmt.Errorf("version is %d, this build reads %d: adapter and krun-shim must come from one build", theirs, Version)
 }
 
 type namedPath struct{ name, value string }
@@ -334,10 +369,15 @@ func Read(r io.Reader) (*Spec, error) {
 }
 
 // Parse reads the JSON alone, without validating it: a spec saved to a file has
-// neither token nor environment yet.
+// neither token nor environment yet. Only a document of another version is
+// refused as such, before its unknown fields are.
 func Parse(body []byte) (*Spec, error) {
 	var s Spec
 	if err := strictJSON(body, &s); err != nil {
+		var head struct{ Version int }
+		if json.Unmarshal(body, &head) == nil && head.Version != Version {
+			err = versionError(head.Version)
+		}
 		return nil, fmt.Errorf("boot spec: %w", err)
 	}
 	return &s, nil

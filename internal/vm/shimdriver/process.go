@@ -19,15 +19,17 @@ import (
 type process struct {
 	child *proc.Process
 	files layout.Machine
+	log   *os.File // the shim log, closed at the end
 	done  chan struct{}
 	end   bootspec.End // valid once done is closed
 
 	mu       sync.Mutex
 	lifeline *os.File // closed at the end
 	killed   bool
+	released bool
 }
 
-// wait publishes the end. It owns the lifeline's closing.
+// wait publishes the end and closes lifeline and log.
 func (p *process) wait() {
 	defer close(p.done)
 	<-p.child.Done()
@@ -35,6 +37,7 @@ func (p *process) wait() {
 	defer p.mu.Unlock()
 	_ = p.lifeline.Close() // nobody reads it any more
 	p.end = p.classify()
+	_ = p.log.Close() // only read
 }
 
 func (p *process) PID() int              { return p.child.PID() }
@@ -56,6 +59,7 @@ func (p *process) Release() error {
 	if _, err := p.lifeline.Write([]byte{detach}); err != nil {
 		return fmt.Errorf("tell the shim to live on: %w", err)
 	}
+	p.released = true
 	return nil
 }
 
@@ -72,6 +76,7 @@ func (p *process) classify() bootspec.End {
 		end.Class, end.Message = bootspec.EndCrashed, fmt.Sprintf("the shim ended (%v) and its report is damaged: %v", exit, err)
 		return end
 	}
+	class, known := bootspec.ClassOfStatus(exit.Code)
 	switch {
 	case p.killed:
 		end.Class, end.Message = bootspec.EndKilled, "it was killed by its launcher"
@@ -82,8 +87,14 @@ func (p *process) classify() bootspec.End {
 		end.Class, end.Message = bootspec.EndKilled, fmt.Sprintf("its shim was ended by signal %d (%v)", int(exit.Signal), exit.Signal)
 	case exit.Signal != 0:
 		end.Class, end.Message = bootspec.EndCrashed, fmt.Sprintf("its shim crashed: signal %d (%v)%s", int(exit.Signal), exit.Signal, p.lastWords())
-	case exit.Code == 0:
-		end.Class, end.Message = bootspec.EndCrashed, "its shim ended without a report"
+	case known:
+		// A released VM's shim has removed its report with the directory; the
+		// log's last line has it too.
+		_, message, found := strings.Cut(p.lastWords(), string(class)+": ")
+		if !found {
+			message = fmt.Sprintf("its shim ended with status %d and without a report%s", exit.Code, p.lastWords())
+		}
+		end.Class, end.Message = class, message
 	default:
 		end.Class, end.Message = bootspec.EndRefused, fmt.Sprintf("its shim ended with status %d%s", exit.Code, p.lastWords())
 	}
@@ -92,7 +103,7 @@ func (p *process) classify() bootspec.End {
 
 // lastWords is the last line that the shim printed, to follow a message.
 func (p *process) lastWords() string {
-	lines := strings.Split(vm.ReadTails(p.files).Shim, "\n")
+	lines := strings.Split(vm.Tail(p.log), "\n")
 	if last := strings.TrimSpace(lines[len(lines)-1]); last != "" {
 		return ": " + last
 	}
