@@ -10,6 +10,8 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 )
@@ -53,11 +55,17 @@ func (t Tails) String() string {
 
 // tail reads the end of a file that may be missing and may have any content.
 func tail(path string) string {
-	file, err := os.Open(path)
+	file, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {
 		return ""
 	}
 	defer func() { _ = file.Close() }()
+	return Tail(file)
+}
+
+// Tail is the end of an open log file as Tails has it; empty where it cannot be
+// read. The file's offset stays.
+func Tail(file *os.File) string {
 	info, err := file.Stat()
 	if err != nil || !info.Mode().IsRegular() {
 		return ""

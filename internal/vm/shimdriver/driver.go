@@ -95,7 +95,7 @@ func (d *Driver) Prepare(ctx context.Context, spec *bootspec.Spec) error {
 	if err := checkSpace(spec.Dir); err != nil {
 		return err
 	}
-	if _, err := d.findShim(); err != nil {
+	if _, err := d.FindShim(); err != nil {
 		return err
 	}
 	if err := d.prepareQEMU(ctx, spec); err != nil {

@@ -13,10 +13,10 @@ const (
 	shimName = "krun-shim"
 )
 
-// findShim returns the absolute path of krun-shim: III_KRUN_SHIM alone where
+// FindShim returns the absolute path of krun-shim: III_KRUN_SHIM alone where
 // set, else beside the running program, else in the cache. Never in PATH: a
 // shim of another build would be found there.
-func (d *Driver) findShim() (string, error) {
+func (d *Driver) FindShim() (string, error) {
 	if named := d.cfg.Getenv(envShim); named != "" {
 		path, err := filepath.Abs(named)
 		if err == nil {

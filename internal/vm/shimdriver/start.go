@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
@@ -20,7 +21,7 @@ import (
 // What a shim gets (cmd/krun-shim reads it):
 //
 //	argv    krun-shim __vm-boot
-//	env     PATH alone
+//	env     PATH, and III_SHIM_LANDLOCK where set
 //	fd 0    the boot spec, then end of file
 //	fd 1, 2 the shim log
 //	fd 3    a pipe: the shim writes one byte once its socket listens
@@ -33,18 +34,19 @@ const shimCommand = "__vm-boot"
 const detach = 'D'
 
 // Start runs the shim. See vm.Driver.
-func (d *Driver) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) (vm.Process, error) {
-	path, err := d.findShim()
+func (d *Driver) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) (_ vm.Process, err error) {
+	path, err := d.FindShim()
 	if err != nil {
 		return nil, err
 	}
 	files := layout.Machine{Dir: spec.Dir, Socket: spec.Socket}
-	log, err := os.OpenFile(files.ShimLog(), os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	var undo cleanup.Stack
+	defer func() { err = undo.RunOnError(err) }()
+	log, err := os.OpenFile(files.ShimLog(), os.O_RDWR|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = log.Close() }()
-
+	undo.Add(log.Close)
 	pipes, err := openPipes()
 	if err != nil {
 		return nil, err
@@ -58,7 +60,8 @@ func (d *Driver) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) 
 	if err != nil {
 		return nil, fmt.Errorf("%w: %s must be a program for this host", err, path)
 	}
-	p := &process{child: child, lifeline: pipes.takeLifeline(), files: files, done: make(chan struct{})}
+	undo.Release() // the process closes the log
+	p := &process{child: child, lifeline: pipes.takeLifeline(), files: files, log: log, done: make(chan struct{})}
 	go p.wait()
 	pipes.closeChildEnds()
 	if err := p.handshake(ctx, spec, pipes); err != nil {
@@ -69,8 +72,15 @@ func (d *Driver) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) 
 
 // environment is all that a shim gets of ours: nothing secret.
 func (d *Driver) environment() []string {
-	return []string{"PATH=" + d.cfg.Getenv("PATH")}
+	env := []string{"PATH=" + d.cfg.Getenv("PATH")}
+	if value := d.cfg.Getenv(envLandlock); value != "" {
+		env = append(env, envLandlock+"="+value)
+	}
+	return env
 }
+
+// envLandlock switches a part of the shim's confinement; see krun-shim --help.
+const envLandlock = "III_SHIM_LANDLOCK"
 
 // pipes are the three pipes between us and a shim.
 type pipes struct {

@@ -90,7 +90,7 @@ func testKill(t *testing.T, e *Env) {
 		t.Errorf("second kill: %v", err)
 	}
 	next := e.Launch(t, l, e.Request())
-	if got := exec(e.Context(t), t, next, Shell("echo next"), nil); got.stdout != "next\n" {
+	if got := mustExec(e.Context(t), t, next, Shell("echo next"), nil); got.stdout != "next\n" {
 		t.Errorf("the next vm: %+v %q", got.Result, got.stdout)
 	}
 }
@@ -131,7 +131,7 @@ func testCancelledLaunch(t *testing.T, e *Env) {
 	m, err := during.Launcher(t).Launch(ctx, e.Request())
 	if err == nil {
 		// The fake boots faster than the cancel; then the VM must not mind it.
-		if got := exec(e.Context(t), t, m, Shell("exit 6"), nil); got.ExitCode != 6 {
+		if got := mustExec(e.Context(t), t, m, Shell("exit 6"), nil); got.ExitCode != 6 {
 			t.Errorf("after the launch's context: %+v", got.Result)
 		}
 		if err := m.Close(); err != nil {
@@ -209,7 +209,7 @@ func testSameID(t *testing.T, e *Env) {
 	if _, err := l.Launch(e.Context(t), req); err == nil || !strings.Contains(err.Error(), "the-one") {
 		t.Errorf("a second vm of that id: %v", err)
 	}
-	if got := exec(e.Context(t), t, m, Shell("exit 5"), nil); got.ExitCode != 5 {
+	if got := mustExec(e.Context(t), t, m, Shell("exit 5"), nil); got.ExitCode != 5 {
 		t.Errorf("the first one suffered: %+v", got.Result)
 	}
 	if err := m.Stop(e.Context(t), 0); err != nil {
@@ -232,7 +232,7 @@ func testKeep(t *testing.T, e *Env) {
 	if err := m.Release(vm.Label{Name: "n", Image: "i"}); err != nil {
 		t.Fatal(err)
 	}
-	if got := exec(e.Context(t), t, m, Shell("echo kept > /tmp/vmtest-keep-$$; exit 8"), nil); got.ExitCode != 8 {
+	if got := mustExec(e.Context(t), t, m, Shell("echo kept > /tmp/vmtest-keep-$$; exit 8"), nil); got.ExitCode != 8 {
 		t.Errorf("after the release: %+v", got.Result)
 	}
 	if err := m.Close(); err != nil {
@@ -259,7 +259,7 @@ func testKeep(t *testing.T, e *Env) {
 		t.Fatal(err)
 	}
 	call := e.inFlight(t, first, "echo ready; sleep 1000")
-	if got := exec(e.Context(t), t, second, Shell("exit 9"), nil); got.ExitCode != 9 {
+	if got := mustExec(e.Context(t), t, second, Shell("exit 9"), nil); got.ExitCode != 9 {
 		t.Errorf("beside another client: %+v", got.Result)
 	}
 	if err := second.Stop(e.Context(t), 0); err != nil {
@@ -283,7 +283,7 @@ func testIdle(t *testing.T, e *Env) {
 	if err := m.Release(vm.Label{}); err != nil {
 		t.Fatal(err)
 	}
-	if got := exec(e.Context(t), t, m, Shell("sleep 2"), nil); got.ExitCode != 0 {
+	if got := mustExec(e.Context(t), t, m, Shell("sleep 2"), nil); got.ExitCode != 0 {
 		t.Errorf("a call longer than the idle time: %+v", got.Result)
 	}
 	e.Await(t, m.Done(), "the end by idleness")
@@ -302,14 +302,14 @@ func testDurableDisk(t *testing.T, e *Env) {
 	req := e.Request()
 	req.Upper = ShortDir(t) + "/upper.ext4"
 	m := e.Launch(t, l, req)
-	if got := exec(e.Context(t), t, m, Shell("echo remembered > /root-file && rm /bin/cat"), nil); got.ExitCode != 0 {
+	if got := mustExec(e.Context(t), t, m, Shell("echo remembered > /root-file && rm /bin/cat"), nil); got.ExitCode != 0 {
 		t.Fatalf("%+v %q", got.Result, got.stderr)
 	}
 	if err := m.Stop(e.Context(t), time.Second); err != nil {
 		t.Fatal(err)
 	}
 	again := e.Launch(t, l, req)
-	if got := exec(e.Context(t), t, again, Shell("read x < /root-file; echo $x; test -e /bin/cat"), nil); got.stdout != "remembered\n" || got.ExitCode != 1 {
+	if got := mustExec(e.Context(t), t, again, Shell("read x < /root-file; echo $x; test -e /bin/cat"), nil); got.stdout != "remembered\n" || got.ExitCode != 1 {
 		t.Errorf("after a restart: %+v %q %q", got.Result, got.stdout, got.stderr)
 	}
 	if err := again.Stop(e.Context(t), time.Second); err != nil {

@@ -54,10 +54,10 @@ type outcome struct {
 
 func (r *running) exec(t testing.TB, cmd guest.Command, stdin io.Reader) outcome {
 	t.Helper()
-	return exec(r.Context(t), t, r.machine, cmd, stdin)
+	return mustExec(r.Context(t), t, r.machine, cmd, stdin)
 }
 
-func exec(ctx context.Context, t testing.TB, m *vm.Machine, cmd guest.Command, stdin io.Reader) outcome {
+func mustExec(ctx context.Context, t testing.TB, m *vm.Machine, cmd guest.Command, stdin io.Reader) outcome {
 	t.Helper()
 	var stdout, stderr bytes.Buffer
 	result, err := m.Guest().Exec(ctx, cmd, guest.IO{Stdin: stdin, Stdout: &stdout, Stderr: &stderr})
@@ -333,4 +333,14 @@ func testTerminal(t *testing.T, r *running) {
 	if !strings.Contains(got.stdout, "33 77") || !strings.Contains(got.stdout, "got typed") || got.stderr != "" || got.ExitCode != 0 {
 		t.Errorf("%+v stdout %q stderr %q", got.Result, got.stdout, got.stderr)
 	}
+}
+
+// Output runs a shell command that has to succeed and returns its stdout.
+func Output(ctx context.Context, m *vm.Machine, script string) (string, error) {
+	var stdout, stderr bytes.Buffer
+	result, err := m.Guest().Exec(ctx, Shell(script), guest.IO{Stdout: &stdout, Stderr: &stderr})
+	if err == nil && result.ExitCode != 0 {
+		err = fmt.Errorf("exit code %d: %s", result.ExitCode, &stderr)
+	}
+	return stdout.String(), err
 }

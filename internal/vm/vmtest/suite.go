@@ -115,12 +115,13 @@ func (e *Env) CheckGone(t testing.TB, id string) {
 // CheckEmpty fails unless no machine directory and no socket are left.
 func (e *Env) CheckEmpty(t testing.TB) {
 	t.Helper()
-	if left := e.leftovers(t); len(left) > 0 {
+	if left := e.Leftovers(t); len(left) > 0 {
 		t.Errorf("left behind: %v", left)
 	}
 }
 
-func (e *Env) leftovers(t testing.TB) []string {
+// Leftovers lists the machine directories and sockets that are there.
+func (e *Env) Leftovers(t testing.TB) []string {
 	t.Helper()
 	var left []string
 	for _, dir := range []string{e.Roots.Machines(), e.Roots.Run} {

@@ -1,0 +1,148 @@
+package vmtest
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
+)
+
+// requireEnv lists, comma-separated, the VMMs whose tests fail rather than skip
+// where they cannot run.
+const requireEnv = "VMTEST_REQUIRE"
+
+// lowerEnv names an EROFS image with busybox in it, in place of the image
+// store's.
+const lowerEnv = "VMTEST_LOWER"
+
+// Host is what tests on real VMs need of this host, found or built.
+type Host struct {
+	// Cache is the user's own cache root: kernel and initramfs are shared.
+	Cache string
+	// Lower is the busybox image.
+	Lower string
+	// Shim and Agent are programs built from this tree.
+	Shim, Agent string
+}
+
+// Getenv is os.Getenv with the host's programs in their variables.
+func (h *Host) Getenv(key string) string {
+	switch key {
+	case "III_KRUN_SHIM":
+		return h.Shim
+	case "III_GUEST_AGENT":
+		return h.Agent
+	}
+	return os.Getenv(key)
+}
+
+// Roots are private roots, but for the cache.
+func (h *Host) Roots(t testing.TB) layout.Roots {
+	roots := Roots(t)
+	roots.Cache = h.Cache
+	return roots
+}
+
+// QEMU returns the host if it can run QEMU's VMs. Otherwise it skips the test
+// and says why, or fails it where VMTEST_REQUIRE has qemu.
+func QEMU(t testing.TB) *Host {
+	t.Helper()
+	host, err := qemuHost()
+	if err != nil {
+		if slices.Contains(strings.Split(os.Getenv(requireEnv), ","), "qemu") {
+			t.Fatalf("tests on QEMU are required: %v", err)
+		}
+		t.Skipf("no tests on QEMU: %v", err)
+	}
+	return host
+}
+
+// qemuHost looks once per process.
+//
+//nolint:gochecknoglobals // written once, under a sync.Once
+var qemuHost = sync.OnceValues(findQEMUHost)
+
+func findQEMUHost() (*Host, error) {
+	roots, err := layout.FromEnvironment(os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := vmassets.FindQEMU(os.Getenv, runtime.GOARCH); err != nil {
+		return nil, err
+	}
+	if _, err := vmassets.Find(roots.VMM(), os.Getenv); err != nil {
+		return nil, err
+	}
+	h := &Host{Cache: roots.Cache, Lower: os.Getenv(lowerEnv)}
+	if h.Lower == "" {
+		return nil, errors.New(lowerEnv + " names no image with busybox")
+	}
+	return h, h.build()
+}
+
+// build makes shim and agent from this tree, where it does for all test
+// processes: go build leaves alone what is up to date.
+func (h *Host) build() error {
+	root, err := moduleRoot()
+	if err != nil {
+		return err
+	}
+	dir := filepath.Join(root, ".cache", "vmtest")
+	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // a build directory like any other
+		return err
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = lock.Close() }()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		return err
+	}
+	h.Shim, h.Agent = filepath.Join(dir, "krun-shim"), filepath.Join(dir, "guest-agent")
+	return errors.Join(
+		goBuild(root, h.Shim, "./cmd/krun-shim", os.Getenv("CGO_ENABLED")),
+		goBuild(root, h.Agent, "./cmd/guest-agent", "0"),
+	)
+}
+
+// goBuild is make build's command, but for the version.
+func goBuild(root, out, pkg, cgo string) error {
+	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", out, pkg)
+	cmd.Dir = root
+	cmd.Env = os.Environ()
+	if cgo != "" {
+		cmd.Env = append(cmd.Env, "CGO_ENABLED="+cgo)
+	}
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("build %s: %w\n%s", pkg, err, output)
+	}
+	return nil
+}
+
+// moduleRoot is the directory of go.mod, above the test's.
+func moduleRoot() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", err
+	}
+	for ; ; dir = filepath.Dir(dir) {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir, nil
+		}
+		if dir == filepath.Dir(dir) {
+			return "", errors.New("no go.mod above the working directory")
+		}
+	}
+}
