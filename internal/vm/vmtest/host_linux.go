@@ -1,6 +1,7 @@
 package vmtest
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -11,9 +12,11 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
@@ -22,9 +25,8 @@ import (
 // where they cannot run.
 const requireEnv = "VMTEST_REQUIRE"
 
-// lowerEnv names an EROFS image with busybox in it, in place of the image
-// store's.
-const lowerEnv = "VMTEST_LOWER"
+// imageName is the catalog name of the suite's image.
+const imageName = "busybox"
 
 // Host is what tests on real VMs need of this host, found or built.
 type Host struct {
@@ -34,6 +36,10 @@ type Host struct {
 	Lower string
 	// Shim and Agent are programs built from this tree.
 	Shim, Agent string
+
+	// image keeps the image store from collecting Lower, as long as this
+	// process lives.
+	image *imagestore.Image
 }
 
 // Getenv is os.Getenv with the host's programs in their variables.
@@ -84,12 +90,30 @@ func findQEMUHost() (*Host, error) {
 	if _, err := vmassets.Find(roots.VMM(), os.Getenv); err != nil {
 		return nil, err
 	}
-	h := &Host{Cache: roots.Cache, Lower: os.Getenv(lowerEnv)}
-	if h.Lower == "" {
-		return nil, errors.New(lowerEnv + " names no image with busybox")
+	image, err := openImage(roots)
+	if err != nil {
+		return nil, fmt.Errorf("%w: make it with `go run ./build/images %s`", err, imageName)
 	}
+	h := &Host{Cache: roots.Cache, Lower: image.Lower, image: image}
 	return h, h.build()
 }
+
+func openImage(roots layout.Roots) (*imagestore.Image, error) {
+	layouts := os.Getenv("III_SANDBOX_IMAGE_DIR")
+	if layouts == "" {
+		layouts = roots.ImageLayouts()
+	}
+	store, err := imagestore.Open(roots.Images(), imagestore.Options{Log: Discard(), LayoutDir: layouts})
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), imageTimeout)
+	defer cancel()
+	return store.Ensure(ctx, imageName, imagestore.EnsureOptions{Name: imageName})
+}
+
+// imageTimeout bounds the conversion of a 2 MiB image, on a busy host.
+const imageTimeout = time.Minute
 
 // build makes shim and agent from this tree, where it does for all test
 // processes: go build leaves alone what is up to date.
