@@ -105,8 +105,9 @@ func (a *App) Execute(ctx context.Context, args []string) int {
 
 func (a *App) printError(err error) {
 	a.say("adapter: %v", err)
-	if f := (*fault.Error)(nil); errors.As(err, &f) && f.FixNote != "" {
-		a.say("  %s", f.FixNote)
+	// The notes speak of the functions' fields; here the flags say the same.
+	if f := (*fault.Error)(nil); errors.As(err, &f) && f.FixNote != "" && f.Code == fault.S100 {
+		a.say("  or a source: oci:DIR[:TAG], docker-archive:FILE, or a registry reference with its host")
 	}
 }
 

@@ -29,7 +29,6 @@ type runFlags struct {
 	program                 programFlags
 
 	hasCode bool
-	args    []string
 	command []string // after "--": a program of the image instead of code
 }
 
@@ -101,13 +100,13 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	if err != nil {
 		return &exitError{ExitNoProgram, err}
 	}
-	program, fromStdin, err := a.program(f, args, dash)
-	if err != nil {
-		return err
-	}
 	image, err := catalog.ResolveDirect(f.image, func(name string) bool { return a.hasLayout(sys.roots, name) })
 	if err != nil {
 		return a.runFailed(f, "", err)
+	}
+	program, fromStdin, err := a.program(f, args, dash)
+	if err != nil {
+		return err
 	}
 	ctx, caught := catchInterrupts(ctx)
 	defer caught.Close()
@@ -225,7 +224,11 @@ func (r *running) start(ctx context.Context, program sandbox.Program, stdout, st
 	streams := guest.IO{Stdin: r.stdin, Stdout: stdout, Stderr: stderr, Signals: r.caught.forwardTo()}
 	return r.app.withTerminal(&r.flags.program, &cmd, &streams, func() (guest.Result, error) {
 		if r.flags.command != nil {
-			return r.box.Exec(ctx, cmd, streams)
+			result, err := r.box.Exec(ctx, cmd, streams)
+			if err != nil {
+				err = &sandbox.StepError{Step: "exec", Err: err}
+			}
+			return result, err
 		}
 		return r.box.Run(ctx, program, cmd, streams)
 	})

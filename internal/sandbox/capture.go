@@ -65,7 +65,8 @@ func lossyUTF8(b []byte) string {
 // begin a valid rune, that one U+FFFD replaces: the longest prefix of some valid
 // sequence (Unicode 15, table 3-7), and at least one byte.
 func invalidLen(b []byte) int {
-	want, low, high := 0, byte(0x80), byte(0xBF)
+	var want int
+	low, high := byte(0x80), byte(0xBF)
 	switch lead := b[0]; {
 	case lead >= 0xC2 && lead <= 0xDF:
 		want = 2

@@ -158,7 +158,7 @@ func (s *Sandbox) Exec(ctx context.Context, cmd guest.Command, streams guest.IO)
 // unstarted renders a spawn error as the contract has it: a shell's words on
 // stderr for a missing or forbidden program, an error for anything else.
 func (s *Sandbox) unstarted(cmd guest.Command, streams guest.IO, result guest.Result) (guest.Result, error) {
-	reason := ""
+	var reason string
 	switch result.ExitCode {
 	case 127:
 		reason = "not found"
