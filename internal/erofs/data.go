@@ -3,6 +3,7 @@ package erofs
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"io"
 	"os"
 )
@@ -53,7 +54,7 @@ func (w *blockWriter) copy(r io.Reader, n int64) error {
 		w.buf = w.buf[:at+k]
 		if _, err := io.ReadFull(r, w.buf[at:]); err != nil {
 			w.buf = w.buf[:at]
-			if err == io.EOF {
+			if errors.Is(err, io.EOF) {
 				err = io.ErrUnexpectedEOF
 			}
 			return err
@@ -151,7 +152,7 @@ func (s *sideFile) copy(r io.Reader, n int64) (int64, error) {
 	at := s.size
 	k, err := io.CopyN(s.w, r, n)
 	s.size += k
-	if err == io.EOF {
+	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
 	}
 	return at, err

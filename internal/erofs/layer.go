@@ -42,7 +42,13 @@ func (b *Builder) AddLayer(ctx context.Context, r io.Reader) (err error) {
 	}
 	b.broken = true
 	b.layer++
-	in := &layerReader{ctx: ctx, r: r, b: b}
+	ended := func() error {
+		if ctx.Err() == nil {
+			return nil
+		}
+		return context.Cause(ctx)
+	}
+	in := &layerReader{ended: ended, r: r, b: b}
 	tr := tar.NewReader(in)
 	var links []link
 	for {
@@ -67,18 +73,17 @@ func (b *Builder) AddLayer(ctx context.Context, r io.Reader) (err error) {
 	return nil
 }
 
-// layerReader bounds the stream, ends with ctx and remembers why it ended, which
-// archive/tar would hide in some places.
+// layerReader bounds the stream, ends when ended says so and remembers why it
+// did, which archive/tar would hide in some places.
 type layerReader struct {
-	ctx context.Context
-	r   io.Reader
-	b   *Builder
-	err error
+	ended func() error
+	r     io.Reader
+	b     *Builder
+	err   error
 }
 
 func (l *layerReader) Read(p []byte) (int, error) {
-	if l.ctx.Err() != nil {
-		l.err = context.Cause(l.ctx)
+	if l.err = l.ended(); l.err != nil {
 		return 0, l.err
 	}
 	n, err := l.r.Read(p)

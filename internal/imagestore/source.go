@@ -3,7 +3,6 @@ package imagestore
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -145,7 +144,7 @@ func archiveSource(path, tag string) source {
 func (s *Store) registrySource(ref string) (source, error) {
 	parsed, err := name.ParseReference(ref)
 	if err != nil {
-		return source{}, &ReferenceError{ref, errors.New("is neither a registry's name[:tag][@digest] nor begins with oci: or docker-archive:")}
+		return source{}, &ReferenceError{ref, errors.New("is no registry's name[:tag][@digest] and does not begin with \"oci:\" or \"docker-archive:\"")}
 	}
 	if s.insecure(parsed.Context().RegistryStr()) {
 		if parsed, err = name.ParseReference(ref, name.Insecure); err != nil {
@@ -156,7 +155,7 @@ func (s *Store) registrySource(ref string) (source, error) {
 	if d, ok := parsed.(name.Digest); ok {
 		src.digest = d.DigestStr()
 		if !strings.HasPrefix(src.digest, prefixDigest) {
-			return source{}, &ReferenceError{ref, fmt.Errorf("has a digest other than sha256")}
+			return source{}, &ReferenceError{ref, errors.New("has a digest other than sha256")}
 		}
 	}
 	src.open = func() (origin, error) { return newRegistry(s, src.ref, parsed) }

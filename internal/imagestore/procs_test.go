@@ -1,0 +1,3 @@
+package imagestore_test
+
+func pullHelper() int { return 1 }
