@@ -119,7 +119,7 @@ func Welcome(c Conn, token string, now time.Time) (err error) {
 		reason = reason[:min(len(reason), maxReason)]
 	}
 	answer = binary.BigEndian.AppendUint64(answer, uint64(now.UnixNano()))
-	answer = binary.BigEndian.AppendUint16(answer, uint16(len(reason)))   
+	answer = binary.BigEndian.AppendUint16(answer, uint16(len(reason)))
 	answer = append(answer, reason...)
 	if _, err := c.Write(answer); err != nil {
 		return errors.Join(verdict, fmt.Errorf("greeting: answer: %w", err))

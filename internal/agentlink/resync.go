@@ -16,6 +16,8 @@ import (
 // notice. Before HTTP/2 the ends therefore agree on a place in each stream. Each
 // attempt of each end has its own new number, H the host's, G the guest's:
 //
+//	guest  REQ 0 G   when no HEL comes: ends a session that only the host
+//	                 still believes in
 //	host   HEL H 0   again every 100 ms until answered
 //	guest  ACK H G   to each HEL
 //	host   GO_ H G   once; the host's next byte belongs to what follows
@@ -27,11 +29,12 @@ import (
 //
 // A line is "\nIII-LINK " verb " ", H and G as 16 hexadecimal digits each, "\n". Read
 // as the head of an HTTP/2 frame it claims 0x0a4949 bytes, above every frame limit, so a
-// server still in an old session gives up at once, unless it is in the middle
-// of a frame; to end that too, some HEL are preceded by more newlines than the
-// largest frame has bytes.
+// peer still in an old session gives up at once, unless it is in the middle of a
+// frame; to end that too, each REQ and some HEL are preceded by more newlines
+// than the largest frame has bytes.
 const (
 	linePrefix = "\nIII-LINK "
+	verbAsk    = "REQ"
 	verbHello  = "HEL"
 	verbAck    = "ACK"
 	verbGo     = "GO_"
@@ -51,6 +54,10 @@ const (
 	// step is how long one read or write waits before the context is looked at
 	// again, and so the pause between two HEL.
 	step = 100 * time.Millisecond
+	// askFirst is how long the guest waits for HEL before it sends REQ, askEvery
+	// the pause until the next. A host without a session needs no REQ.
+	askFirst = 500 * time.Millisecond
+	askEvery = 2 * time.Second
 	// upTimeout is how long the host waits for UP_ before a new attempt.
 	upTimeout = 5 * time.Second
 )
@@ -69,8 +76,16 @@ func ResyncGuest(ctx context.Context, c Conn) (err error) {
 		return err
 	}
 	theirs := ""
+	ask := time.Now().Add(askFirst)
 	for {
-		got, err := s.next(ctx, time.Time{})
+		got, err := s.next(ctx, ask)
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			ask = time.Now().Add(askEvery)
+			if err := s.ask(ctx, ours); err != nil {
+				return err
+			}
+			continue
+		}
 		if err != nil {
 			return err
 		}
@@ -190,7 +205,7 @@ func (s *syncer) hello(ctx context.Context, nonce string, n int) error {
 	}
 	msg := line{verbHello, nonce, noNonce}.bytes()
 	if n >= padFirst && (n-padFirst)%padEvery == 0 {
-		msg = append(bytes.Repeat([]byte("\n"), padSize), msg...)
+		msg = append(padding(), msg...)
 	}
 	if err := s.c.SetDeadline(time.Now().Add(step)); err != nil {
 		return err
@@ -202,9 +217,20 @@ func (s *syncer) hello(ctx context.Context, nonce string, n int) error {
 	return err
 }
 
+// ask makes a host that is still in an old session leave it.
+func (s *syncer) ask(ctx context.Context, ours string) error {
+	return s.write(ctx, append(padding(), line{verbAsk, noNonce, ours}.bytes()...))
+}
+
+func padding() []byte { return bytes.Repeat([]byte("\n"), padSize) }
+
 // send writes one whole line.
 func (s *syncer) send(ctx context.Context, l line) error {
-	rest := l.bytes()
+	return s.write(ctx, l.bytes())
+}
+
+// write writes all of rest, however long that takes.
+func (s *syncer) write(ctx context.Context, rest []byte) error {
 	for len(rest) > 0 {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -230,18 +256,18 @@ func (l line) bytes() []byte {
 
 // next returns the next line of the stream. It reads only as many bytes as the
 // shortest way to the end of a line still needs, so it never takes a byte of
-// what follows it. It ends with os.ErrDeadlineExceeded at until, unless zero.
+// what follows it. It ends with os.ErrDeadlineExceeded at until.
 func (s *syncer) next(ctx context.Context, until time.Time) (line, error) {
 	for s.n < lineSize {
 		if err := ctx.Err(); err != nil {
 			return line{}, err
 		}
 		now := time.Now()
-		if !until.IsZero() && !now.Before(until) {
+		if !now.Before(until) {
 			return line{}, os.ErrDeadlineExceeded
 		}
 		deadline := now.Add(step)
-		if !until.IsZero() && until.Before(deadline) {
+		if until.Before(deadline) {
 			deadline = until
 		}
 		if err := s.c.SetDeadline(deadline); err != nil {

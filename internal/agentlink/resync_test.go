@@ -210,6 +210,40 @@ func TestResyncSurvivesAGuestThatStartsOver(t *testing.T) {
 	}
 }
 
+// The host believes in a session that the guest has left: the guest's request
+// must look like a broken frame to it, wherever in a frame it is.
+func TestGuestEndsTheSessionOfAHostThatDoesNotKnow(t *testing.T) {
+	t.Parallel()
+	host, guest := socketPair(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
+	defer cancel()
+	guestDone := make(chan error, 1)
+	go func() { guestDone <- agentlink.ResyncGuest(ctx, guest) }()
+	const largestFrame = 16384 + 9
+	rest := make([]byte, largestFrame)
+	if _, err := io.ReadFull(host, rest); err != nil {
+		t.Fatal(err)
+	}
+	// What follows is read as the next frame's length of 24 bits.
+	head := make([]byte, 9)
+	if _, err := io.ReadFull(host, head); err != nil {
+		t.Fatal(err)
+	}
+	if length := int(head[0])<<16 | int(head[1])<<8 | int(head[2]); length <= 16384 {
+		t.Errorf("it claims a frame of %d bytes, which HTTP/2 would read", length)
+	}
+	if err := agentlink.ResyncHost(ctx, host); err != nil {
+		t.Fatalf("host: %v", err)
+	}
+	if err := <-guestDone; err != nil {
+		t.Fatalf("guest: %v", err)
+	}
+	if _, err := guest.Write([]byte("first")); err != nil {
+		t.Fatal(err)
+	}
+	expect(t, host, "first")
+}
+
 func TestResyncEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	for name, resync := range map[string]func(context.Context, agentlink.Conn) error{
