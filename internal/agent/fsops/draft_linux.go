@@ -149,13 +149,18 @@ func (d *draft) discard() {
 }
 
 // renameNoReplace renames unless the new name is taken (EEXIST), in one step
-// where the file system can. Where it cannot, a file that appears meanwhile
-// keeps its name too, an empty directory may lose it to a directory.
+// where the file system can.
 func renameNoReplace(oldDir int, oldName string, newDir int, newName string) error {
 	err := retry(func() error { return unix.Renameat2(oldDir, oldName, newDir, newName, unix.RENAME_NOREPLACE) })
-	if !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOSYS) {
-		return err
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
+		return renameSlowly(oldDir, oldName, newDir, newName)
 	}
+	return err
+}
+
+// renameSlowly is renameNoReplace in two steps. A file that appears between them
+// is not replaced; an empty directory may be, by a directory.
+func renameSlowly(oldDir int, oldName string, newDir int, newName string) error {
 	if _, err := statAt(newDir, newName, unix.AT_SYMLINK_NOFOLLOW); err == nil {
 		return unix.EEXIST
 	}
