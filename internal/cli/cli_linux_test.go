@@ -298,6 +298,8 @@ func TestUsage(t *testing.T) {
 		{[]string{"run", "--image", "oci:/no/layout", "-c", "x"}, 2, "--lang"},
 		{[]string{"run", "--image", "oci:/no/layout", "--lang", "sh", "-c", "x"}, 125, "/no/layout"},
 		{[]string{"run", "--image", "ubuntu", "-c", "x"}, 125, "allowed are python, node"},
+		{[]string{"run", "--image", "python", "-t", "--", "ls"}, 2, "needs a terminal"},
+		{[]string{"exec", "-t", "x", "ls"}, 2, "needs a terminal"},
 		{[]string{"exec", "x"}, 2, "name a sandbox and a command"},
 		{[]string{"stop"}, 2, "--all"},
 		{[]string{"stop", "x", "--all"}, 2, "--all"},

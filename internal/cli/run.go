@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -91,6 +92,9 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	}
 	if f.name != "" && !f.keep {
 		return usagef("--name is for kept sandboxes: add --keep")
+	}
+	if err := f.program.check(a); err != nil {
+		return err
 	}
 	env, err := environment(f.env, a.Getenv)
 	if err != nil {
@@ -296,6 +300,9 @@ func programEnd(ctx context.Context, result guest.Result, err error) error {
 		return &exitError{cause.exitCode(), err}
 	}
 	switch {
+	case errors.Is(err, syscall.EPIPE):
+		// Whoever read our output is gone; a shell shows this as SIGPIPE.
+		return &exitError{code: 128 + int(syscall.SIGPIPE)}
 	case errors.Is(err, fault.S200):
 		return &exitError{ExitTimedOut, err}
 	case err != nil:

@@ -47,6 +47,9 @@ func (a *App) exec(ctx context.Context, f *execFlags, args []string) (err error)
 	if len(args) < 2 {
 		return usagef("name a sandbox and a command, as in adapter exec 3f2a ls -l /")
 	}
+	if err := f.program.check(a); err != nil {
+		return err
+	}
 	env, err := environment(f.env, a.Getenv)
 	if err != nil {
 		return err

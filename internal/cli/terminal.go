@@ -23,14 +23,19 @@ func (a *App) stdin(p *programFlags, used bool) io.Reader {
 	return a.Stdin
 }
 
+// check refuses a terminal for the program where we have none.
+func (p *programFlags) check(a *App) error {
+	if p.tty && !a.Terminal(a.Stdin) {
+		return usagef("--tty needs a terminal as standard input")
+	}
+	return nil
+}
+
 // withTerminal runs f, with the terminal in raw mode and its size passed on when
 // the program asked for one.
 func (a *App) withTerminal(p *programFlags, cmd *guest.Command, streams *guest.IO, f func() (guest.Result, error)) (_ guest.Result, err error) {
 	if !p.tty {
 		return f()
-	}
-	if !a.Terminal(a.Stdin) {
-		return guest.Result{}, usagef("--tty needs a terminal as standard input")
 	}
 	fd := int(a.Stdin.Fd())
 	size, err := terminalSize(fd)
