@@ -30,12 +30,12 @@ vmassets   -> cleanup fault layout
 guest      -> api/guest/v1 agentlink fault
 
 # The VM, host side.
-vm             -> api/shim/v1 bootspec cleanup fault guest layout proc
-vm/shimdriver  -> bootspec layout proc vm vmassets
+vm             -> api/shim/v1 bootspec cleanup guest layout proc
+vm/shimdriver  -> bootspec cleanup layout proc vm vmassets
 shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup layout netstack
 shim/qemu      -> bootspec layout proc shim
 # It puts a shim and an agent together in one process.
-vm/vmtest      -> agent agent/boot agent/procs bootspec guest layout shim vm
+vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout shim vm vmassets
 
 # The core and its surfaces.
 sandbox -> vm guest imagestore catalog egress layout cleanup fault

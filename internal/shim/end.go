@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -13,6 +14,10 @@ import (
 
 // panicText begins the line that tells why a Linux kernel panicked.
 const panicText = "Kernel panic - not syncing"
+
+// agentText begins the line in which the agent says why it gives up; the kernel
+// prints more behind it.
+const agentText = "agent: "
 
 // signalText is in what QEMU prints when SIGTERM, SIGINT or SIGHUP ends it; it
 // then exits with 0.
@@ -82,7 +87,7 @@ func (r *run) explainGuest(end *bootspec.End, words *lastWords) {
 		end.Message = "the guest ended before its agent was there"
 		if failure := r.link.lastFailure(); failure != nil {
 			end.Message += ": " + oneLine(failure.Error())
-		} else if last := words.console.lastLine(); last != "" {
+		} else if last := cmp.Or(words.console.lineWith(agentText), words.console.lastLine()); last != "" {
 			end.Message += "; its console ends with: " + last
 		} else {
 			end.Message += " and printed nothing: is the kernel one for this machine?"

@@ -2,6 +2,7 @@ package vmtest
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -74,9 +75,9 @@ func QEMU(t testing.TB) *Host {
 	return host
 }
 
-// qemuHost looks once per process.
+// qemuHost looks for the host once per process. The variable is read-only.
 //
-//nolint:gochecknoglobals // written once, under a sync.Once
+//nolint:gochecknoglobals // what it finds costs seconds, and cannot change
 var qemuHost = sync.OnceValues(findQEMUHost)
 
 func findQEMUHost() (*Host, error) {
@@ -141,9 +142,42 @@ func (h *Host) build() error {
 	)
 }
 
+// Skewed builds a static program of this tree with one change of its source, as
+// another version of it would have: in file, below the module's root, from
+// becomes to.
+func Skewed(t testing.TB, pkg, file, from, to string) string {
+	t.Helper()
+	root, err := moduleRoot()
+	if err != nil {
+		t.Fatal(err)
+	}
+	source, err := os.ReadFile(filepath.Join(root, file))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if strings.Count(string(source), from) != 1 {
+		t.Fatalf("%s has not exactly one %q", file, from)
+	}
+	dir := t.TempDir()
+	changed, overlay, out := filepath.Join(dir, "changed.go"), filepath.Join(dir, "overlay.json"), filepath.Join(dir, "program")
+	replace, err := json.Marshal(map[string]any{"Replace": map[string]string{filepath.Join(root, file): changed}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(
+		os.WriteFile(changed, []byte(strings.Replace(string(source), from, to, 1)), 0o600),
+		os.WriteFile(overlay, replace, 0o600),
+		goBuild(root, out, pkg, "0", "-overlay", overlay),
+	); err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
 // goBuild is make build's command, but for the version.
-func goBuild(root, out, pkg, cgo string) error {
-	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", out, pkg)
+func goBuild(root, out, pkg, cgo string, flags ...string) error {
+	args := append([]string{"build", "-trimpath", "-ldflags", "-s -w", "-o", out}, flags...)
+	cmd := exec.Command("go", append(args, pkg)...)
 	cmd.Dir = root
 	cmd.Env = os.Environ()
 	if cgo != "" {

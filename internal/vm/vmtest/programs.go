@@ -32,7 +32,7 @@ func runPrograms(t *testing.T, e *Env) {
 			"Hello": testHello, "Exit": testExit, "SpawnErrors": testSpawnErrors,
 			"Surroundings": testSurroundings, "Stdin": testStdin, "Volume": testVolume,
 			"StuckReader": testStuckReader, "Timeout": testTimeout, "BackgroundChild": testBackgroundChild,
-			"Parallel": testParallel, "LostClient": testLostClient, "Signals": testSignals, "Terminal": testTerminal,
+			"Parallel": testParallel, "LostClient": testLostClient, "Signals": testSignals, "Terminal": testTerminal, "Files": testFiles,
 		} {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
@@ -343,4 +343,36 @@ func Output(ctx context.Context, m *vm.Machine, script string) (string, error) {
 		err = fmt.Errorf("exit code %d: %s", result.ExitCode, &stderr)
 	}
 	return stdout.String(), err
+}
+
+func testFiles(t *testing.T, r *running) {
+	ctx, files := r.Context(t), r.machine.Guest()
+	dir := "/tmp/vmtest-" + r.machine.ID()
+	path := dir + "/below/file"
+	in, out := newNoise(8<<20), sha256.New()
+	if n, err := files.WriteFile(ctx, path, guest.WriteOptions{Mode: 0o640, Parents: true}, in); err != nil || n != 8<<20 {
+		t.Fatalf("write: %d bytes, %v", n, err)
+	}
+	if entry, err := files.Stat(ctx, path); err != nil || entry.Size != 8<<20 || entry.Mode&0o7777 != 0o640 {
+		t.Errorf("stat: %+v, %v", entry, err)
+	}
+	file, err := files.OpenFile(ctx, path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.Copy(out, file); err != nil || !bytes.Equal(in.sum.Sum(nil), out.Sum(nil)) {
+		t.Errorf("the content changed on its way there and back (%v)", err)
+	}
+	if err := file.Close(); err != nil {
+		t.Error(err)
+	}
+	if got := r.exec(t, Shell("wc -c < "+path), nil); strings.TrimSpace(got.stdout) != "8388608" {
+		t.Errorf("a program sees %q bytes", got.stdout)
+	}
+	if err := files.Remove(ctx, dir, true); err != nil {
+		t.Error(err)
+	}
+	if _, err := files.Stat(ctx, dir); err == nil {
+		t.Error("the removed directory is there")
+	}
 }
