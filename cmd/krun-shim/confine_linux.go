@@ -51,7 +51,7 @@ func systemDirs() []string {
 func confine(args []string) error {
 	split := slices.Index(args, "--")
 	if split < 1 || split == len(args)-1 {
-		return errors.New(commandConfine + ": want WRITABLE READABLE... -- PROGRAM ARGUMENT...")
+		return errors.New(commandConfine + ": want WRITABLE READABLE ... -- PROGRAM and its arguments")
 	}
 	writable, readable, argv := args[0], args[1:split], args[split+1:]
 	program, err := filepath.EvalSymlinks(argv[0])

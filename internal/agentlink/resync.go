@@ -302,7 +302,7 @@ func (s *syncer) trim() {
 
 func beginsLine(b []byte) bool {
 	for i, c := range b {
-		ok := false
+		var ok bool
 		switch at := i - len(linePrefix); {
 		case at < 0:
 			ok = c == linePrefix[i]

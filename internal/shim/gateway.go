@@ -129,7 +129,8 @@ func passed(md metadata.MD) metadata.MD {
 // explain tells the caller of a broken link how the VM ended. What the agent
 // itself answered stays as it is.
 func (g *gateway) explain(ctx context.Context, s *session, err error) error {
-	if ctx.Err() != nil || status.Code(err) != codes.Unavailable {
+	// Canceled is what gRPC calls it when the session is closed under the call.
+	if code := status.Code(err); ctx.Err() != nil || code != codes.Unavailable && code != codes.Canceled {
 		return err
 	}
 	select {

@@ -20,7 +20,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 )
 
-func openOn(t *testing.T, ctx context.Context, conn *grpc.ClientConn, method string) grpc.ClientStream {
+func openOn(ctx context.Context, t *testing.T, conn *grpc.ClientConn, method string) grpc.ClientStream {
 	t.Helper()
 	stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, method, grpc.ForceCodecV2(bytesCodec{}))
 	if err != nil {
@@ -31,7 +31,7 @@ func openOn(t *testing.T, ctx context.Context, conn *grpc.ClientConn, method str
 
 func (v *vm) open(ctx context.Context, method string) grpc.ClientStream {
 	v.t.Helper()
-	return openOn(v.t, ctx, v.client(), method)
+	return openOn(ctx, v.t, v.client(), method)
 }
 
 func roundTrip(t *testing.T, stream grpc.ClientStream, want []byte) {
@@ -142,7 +142,7 @@ func TestDisappearingClientEndsItsCalls(t *testing.T) {
 	t.Parallel()
 	v := newVM(t).start()
 	conn := v.client()
-	stream := openOn(t, v.context(), conn, "/guest.v1.Test/Echo")
+	stream := openOn(v.context(), t, conn, "/guest.v1.Test/Echo")
 	roundTrip(t, stream, []byte("x"))
 	if err := conn.Close(); err != nil {
 		t.Fatal(err)
@@ -169,7 +169,7 @@ func TestMuchDataBothWays(t *testing.T) {
 	conn := v.client()
 	var work sync.WaitGroup
 	work.Go(func() {
-		stream := openOn(t, v.context(), conn, "/guest.v1.Test/Source")
+		stream := openOn(v.context(), t, conn, "/guest.v1.Test/Source")
 		request := []byte{mib}
 		if err := stream.SendMsg(&request); err != nil {
 			t.Error(err)
@@ -196,7 +196,7 @@ func TestMuchDataBothWays(t *testing.T) {
 		}
 	})
 	work.Go(func() {
-		stream := openOn(t, v.context(), conn, "/guest.v1.Test/Sink")
+		stream := openOn(v.context(), t, conn, "/guest.v1.Test/Sink")
 		chunk := make([]byte, 64<<10)
 		for range mib * 16 {
 			if err := stream.SendMsg(&chunk); err != nil {
@@ -224,7 +224,7 @@ func TestStuckReadersStallOnlyThemselves(t *testing.T) {
 	ctx, cancel := context.WithCancel(v.context())
 	defer cancel()
 	for range 20 {
-		stream := openOn(t, ctx, conn, "/guest.v1.Test/Source")
+		stream := openOn(ctx, t, conn, "/guest.v1.Test/Source")
 		request := []byte{50}
 		if err := stream.SendMsg(&request); err != nil {
 			t.Fatal(err)
@@ -235,7 +235,7 @@ func TestStuckReadersStallOnlyThemselves(t *testing.T) {
 		}
 		// The rest is never read.
 	}
-	stuck := openOn(t, ctx, conn, "/guest.v1.Test/Stuck")
+	stuck := openOn(ctx, t, conn, "/guest.v1.Test/Stuck")
 	sent := make(chan int, 1)
 	go func() {
 		chunk := make([]byte, 64<<10)
@@ -246,7 +246,7 @@ func TestStuckReadersStallOnlyThemselves(t *testing.T) {
 		sent <- n
 	}()
 	for range 100 {
-		roundTrip(t, openOn(t, v.context(), conn, "/guest.v1.Test/Echo"), []byte("quick"))
+		roundTrip(t, openOn(v.context(), t, conn, "/guest.v1.Test/Echo"), []byte("quick"))
 	}
 	cancel()
 	select {
@@ -268,7 +268,7 @@ func TestManyCalls(t *testing.T) {
 	all := make(chan struct{})
 	for i := range 200 {
 		work.Go(func() {
-			stream := openOn(t, v.context(), conn, "/guest.v1.Test/Echo")
+			stream := openOn(v.context(), t, conn, "/guest.v1.Test/Echo")
 			roundTrip(t, stream, fmt.Appendf(nil, "call %d", i))
 			open.Done()
 			<-all
@@ -312,7 +312,7 @@ func TestCallsAreToldHowTheVMEnded(t *testing.T) {
 		} else {
 			v.until("the call waits", func(s *shimv1.StatusResponse) bool { return s.GetCallsInFlight() == 1 })
 		}
-		v.machine.print("Kernel panic - not syncing: oops\n", "")
+		v.machine.say("Kernel panic - not syncing: oops\n", "")
 		v.machine.powerOff(bootspec.End{Class: bootspec.EndGuest})
 		var b []byte
 		err := stream.RecvMsg(&b)
@@ -330,7 +330,7 @@ func TestShutdownThatWasAskedFor(t *testing.T) {
 	if err := stream.RecvMsg(&b); !errors.Is(err, io.EOF) {
 		t.Fatal(err)
 	}
-	v.machine.print("some program printed: Kernel panic - not syncing\n", "")
+	v.machine.say("some program printed: Kernel panic - not syncing\n", "")
 	v.machine.powerOff(bootspec.End{Class: bootspec.EndGuest})
 	v.expectEnd(bootspec.EndGuest, "as asked")
 }
@@ -346,7 +346,7 @@ func TestBrokenSessionIsMadeAnew(t *testing.T) {
 			conn := v.client()
 			for range 5 {
 				// In the middle of a download, so that stale bytes are under way.
-				stream := openOn(t, v.context(), conn, "/guest.v1.Test/Source")
+				stream := openOn(v.context(), t, conn, "/guest.v1.Test/Source")
 				request := []byte{100}
 				if err := stream.SendMsg(&request); err != nil {
 					t.Fatal(err)
@@ -369,7 +369,7 @@ func TestBrokenSessionIsMadeAnew(t *testing.T) {
 				case <-time.After(patience):
 					t.Fatal("there is no new session")
 				}
-				roundTrip(t, openOn(t, v.context(), conn, "/guest.v1.Test/Echo"), []byte("again"))
+				roundTrip(t, openOn(v.context(), t, conn, "/guest.v1.Test/Echo"), []byte("again"))
 			}
 		})
 	}

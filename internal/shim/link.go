@@ -46,7 +46,7 @@ func (l *link) serveSerial(ctx context.Context, c net.Conn) {
 		err := agentlink.ResyncHost(ctx, c)
 		if err == nil {
 			if last != nil {
-				l.complain("the link to the agent broke and was made anew", last)
+				l.complain("it broke and was made anew", last)
 			}
 			if !l.claim() {
 				l.complain("the agent's port and its connection are both in use: the port is refused", nil)
@@ -76,7 +76,7 @@ func (l *link) offer(ctx context.Context, c net.Conn) {
 	}
 	defer l.release()
 	if err := l.session(ctx, c); err != nil && ctx.Err() == nil {
-		l.complain("the link to the agent broke", err)
+		l.complain("it broke", err)
 	}
 }
 
@@ -85,11 +85,8 @@ func (l *link) complain(what string, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.complaints++
-	switch {
-	case l.complaints < maxComplaints:
-		l.log.Warn(what, "error", err)
-	case l.complaints == maxComplaints:
-		l.log.Warn(what+"; no more of this is logged", "error", err)
+	if l.complaints <= maxComplaints {
+		l.log.Warn("link to the agent", "what", what, "error", err, "last_of_these", l.complaints == maxComplaints)
 	}
 }
 

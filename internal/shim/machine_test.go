@@ -1,7 +1,6 @@
 package shim_test
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"io"
@@ -33,7 +32,6 @@ type machine struct {
 	on      chan struct{} // closed when it is powered on
 	spec    bootspec.Guest
 	dev     shim.Devices
-	env     *bufio.Reader
 	service *echo
 	session net.Conn
 	up      chan struct{} // closed with each session, then replaced
@@ -83,8 +81,8 @@ func (m *machine) ran() bool {
 	}
 }
 
-// print writes to the console and the VMM's log, once the machine is on.
-func (m *machine) print(console, vmm string) {
+// say writes to the console and the VMM's log, once the machine is on.
+func (m *machine) say(console, vmm string) {
 	<-m.on
 	m.mu.Lock()
 	dev := m.dev

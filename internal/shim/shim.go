@@ -164,7 +164,7 @@ func (r *run) prepare(ctx context.Context, undo *cleanup.Stack) error {
 		return err
 	}
 	undo.Add(r.wires.close)
-	listener, err := listen(r.spec.Socket)
+	listener, err := listen(ctx, r.spec.Socket)
 	if err != nil {
 		return err
 	}
@@ -271,6 +271,6 @@ func (r *run) removeFiles() error {
 
 func (r *run) logError(what string, err error) {
 	if err != nil {
-		r.log.Warn(what, "error", err)
+		r.log.Warn("it went on without this", "what", what, "error", err)
 	}
 }

@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -24,14 +25,14 @@ const staleTimeout = time.Second
 
 // listen makes the socket. Its directory is private, so that nobody can connect
 // between its making and its chmod. One that nobody answers on is replaced.
-func listen(path string) (_ *listener, err error) {
+func listen(ctx context.Context, path string) (_ *listener, err error) {
 	var undo cleanup.Stack
 	defer func() { err = undo.RunOnError(err) }()
 
 	if err := layout.MakePrivate(filepath.Dir(path)); err != nil {
 		return nil, fmt.Errorf("socket: %w", err)
 	}
-	if err := removeStale(path); err != nil {
+	if err := removeStale(ctx, path); err != nil {
 		return nil, fmt.Errorf("socket: %w", err)
 	}
 	unixListener, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
@@ -52,7 +53,7 @@ func listen(path string) (_ *listener, err error) {
 	return &listener{UnixListener: unixListener, path: path, file: file}, nil
 }
 
-func removeStale(path string) error {
+func removeStale(ctx context.Context, path string) error {
 	info, err := os.Lstat(path)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
@@ -64,7 +65,8 @@ func removeStale(path string) error {
 		return fmt.Errorf("%s exists and is no socket: remove it", path)
 	}
 	// That the file is there proves nothing: connect.
-	if c, err := net.DialTimeout("unix", path, staleTimeout); err == nil {
+	dialer := net.Dialer{Timeout: staleTimeout}
+	if c, err := dialer.DialContext(ctx, "unix", path); err == nil {
 		_ = c.Close()
 		return fmt.Errorf("%s is served by another shim: stop that VM, or give the spec another socket", path)
 	}

@@ -97,47 +97,34 @@ func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devic
 	if h.Wrap != nil {
 		argv = append(h.Wrap(spec), argv...)
 	}
-	// Not CommandContext: its kill would be an error of Wait like any other.
-	cmd := exec.Command(argv[0], argv[1:]...)
+	// Its kill goes to a process handle (pidfd) where the kernel has one; a child
+	// that is not reaped keeps its number anyway.
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Env = []string{} // nothing of ours is QEMU's business
 	cmd.Stdout, cmd.Stderr = dev.Log, dev.Log
 	cmd.ExtraFiles = []*os.File{fdConsole - 3: dev.Console, fdLink - 3: dev.Link, fdEnv - 3: dev.Env}
 	cmd.SysProcAttr = dieWithParent()
 
-	// The kernel kills the child when the thread that forked it ends, so that
-	// thread must live as long.
-	result := make(chan bootspec.End, 1)
-	started := make(chan error, 1)
-	go func() {
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		err := cmd.Start()
-		started <- err
-		if err != nil {
-			return
+	// The kernel kills the child when the thread that forked it ends, so this
+	// goroutine keeps its thread until the child is gone. The lock is undone
+	// last, and the thread lives on.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := cmd.Start(); err != nil {
+		if ctx.Err() != nil {
+			return bootspec.End{Class: bootspec.EndKilled, Message: "QEMU was not started any more", ExitCode: -1}
 		}
-		_ = cmd.Wait() // the outcome is in ProcessState
-		result <- ended(cmd.ProcessState)
-	}()
-	if err := <-started; err != nil {
 		return bootspec.End{Class: bootspec.EndRefused, Message: "QEMU did not start: " + err.Error(), ExitCode: -1}
 	}
 	dev.Started(cmd.Process.Pid)
 	// QEMU has its own now; ours would hide its end.
 	closeAll(dev)
-	select {
-	case end := <-result:
-		return end
-	case <-ctx.Done():
-		// By process handle (pidfd) where the kernel has one; a child that is
-		// not reaped keeps its number anyway.
-		killErr := cmd.Process.Kill()
-		end := <-result
-		if killErr == nil && end.Signal == int(syscall.SIGKILL) {
-			end.Class, end.Message = bootspec.EndKilled, "QEMU was killed"
-		}
-		return end
+	_ = cmd.Wait() // the outcome is in ProcessState
+	end := ended(cmd.ProcessState)
+	if ctx.Err() != nil && end.Signal == int(syscall.SIGKILL) {
+		end.Class, end.Message = bootspec.EndKilled, "QEMU was killed"
 	}
+	return end
 }
 
 func closeAll(dev shim.Devices) {
