@@ -103,7 +103,7 @@ func (s *Store) open(ctx context.Context, digest v1.Hash, ref string) (*Image, e
 func newImage(lower *os.File, rec record, ref string) *Image {
 	return &Image{
 		Ref: ref, Digest: rec.Digest, Lower: lower.Name(), Config: rec.Config, Size: rec.Size,
-		Unpacked: rec.Unpacked, Inodes: rec.Inodes, close: sync.OnceValue(lower.Close),
+		Unpacked: rec.Unpacked, Inodes: rec.Inodes, close: sync.OnceValue(func() error { return unlock(lower) }),
 	}
 }
 

@@ -34,6 +34,13 @@ func tryLock(f *os.File, how int) error {
 	}
 }
 
+// unlock frees f's lock and closes it. Closing alone would leave the lock to the
+// duplicate that a child forked by another goroutine has until it runs its program.
+func unlock(f *os.File) error {
+	err := unix.Flock(int(f.Fd()), unix.LOCK_UN)
+	return errors.Join(err, f.Close())
+}
+
 // stillThere reports whether f's path leads to f: a lock on a file that was
 // removed meanwhile protects nothing.
 func stillThere(f *os.File) (bool, error) {
@@ -94,7 +101,7 @@ func acquire(ctx context.Context, path string, waiting func(*Progress)) (*workLo
 		if ok {
 			return &workLock{f}, nil
 		}
-		if err := errors.Join(err, f.Close()); err != nil {
+		if err := errors.Join(err, unlock(f)); err != nil {
 			return nil, err
 		}
 	}
@@ -126,5 +133,5 @@ func readNote(f *os.File) *Progress {
 
 // release frees the lock. The file stays, without a note.
 func (l *workLock) release() error {
-	return errors.Join(l.file.Truncate(0), l.file.Close())
+	return errors.Join(l.file.Truncate(0), unlock(l.file))
 }

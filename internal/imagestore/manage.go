@@ -103,7 +103,7 @@ func (s *Store) entry(digest v1.Hash) (Entry, error) {
 	if err != nil {
 		return Entry{}, err
 	}
-	return e, lower.Close()
+	return e, unlock(lower)
 }
 
 // claim locks an image's lower exclusively: errLocked when it is in use,
@@ -123,7 +123,7 @@ func (s *Store) claim(digest v1.Hash) (*os.File, error) {
 			err = fs.ErrNotExist
 		}
 	}
-	return nil, errors.Join(err, lower.Close())
+	return nil, errors.Join(err, unlock(lower))
 }
 
 // refs reads all records of references. Damaged ones are left out.
@@ -176,7 +176,7 @@ func (s *Store) Remove(ctx context.Context, refOrDigest string) error {
 	}
 	others := slices.ContainsFunc(refs, func(r refRecord) bool { return r.Digest == digest && !slices.Contains(mine, r) })
 	if !others {
-		err := s.evict(ctx, h)
+		err := s.evict(ctx, h, true)
 		if err != nil && (!errors.Is(err, fs.ErrNotExist) || len(mine) == 0) {
 			if errors.Is(err, fs.ErrNotExist) {
 				return &NotCachedError{Ref: refOrDigest}
@@ -205,8 +205,12 @@ func (s *Store) forget(r refRecord) error {
 	return nil
 }
 
-// evict removes an image that nothing uses or pins. It is gone at once for others.
-func (s *Store) evict(ctx context.Context, digest v1.Hash) error {
+// errReferenced tells that an image got a reference since it was looked at.
+var errReferenced = errors.New("image has a reference")
+
+// evict removes an image that nothing uses or pins and, unless referenced images
+// are meant too, no reference stands for. It is gone at once for others.
+func (s *Store) evict(ctx context.Context, digest v1.Hash, referenced bool) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
@@ -217,15 +221,22 @@ func (s *Store) evict(ctx context.Context, digest v1.Hash) error {
 	if err != nil {
 		return err
 	}
+	// With the lock, no pin or reference can come: those who make them hold the image.
 	dir := s.imageDir(digest)
 	names, err := pins(dir)
 	if err == nil && len(names) > 0 {
 		err = &InUseError{Digest: digest.String(), By: strings.Join(names, ", ")}
 	}
+	if err == nil && !referenced {
+		var refs []refRecord
+		if refs, err = s.refs(); slices.ContainsFunc(refs, func(r refRecord) bool { return r.Digest == digest.String() }) {
+			err = errReferenced
+		}
+	}
 	if err == nil {
 		err = s.withWork(func(w *workDir) error { return os.Rename(dir, w.join("evicted")) })
 	}
-	return errors.Join(err, lower.Close())
+	return errors.Join(err, unlock(lower))
 }
 
 // GCOptions of [Store.GC].
@@ -272,10 +283,10 @@ func (s *Store) GC(ctx context.Context, opts GCOptions) (GCResult, error) {
 			return result, err
 		}
 		var inUse *InUseError
-		switch err := s.evict(ctx, h); {
+		switch err := s.evict(ctx, h, opts.All); {
 		case errors.As(err, &inUse):
 			result.Kept++
-		case errors.Is(err, fs.ErrNotExist): // somebody else did it
+		case errors.Is(err, fs.ErrNotExist), errors.Is(err, errReferenced): // somebody else was here
 		case err != nil:
 			return result, err
 		default:
