@@ -1,0 +1,129 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/guest"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
+)
+
+// Goals of the issue, as ratios.
+const (
+	goalBoot   = 1.35
+	goalExec   = 2
+	goalMemory = 1.1
+	goalShim   = 1
+	goalFlat   = 1
+)
+
+// shimLimit is what the shim may have of anonymous memory, in bytes.
+const shimLimit = 16 << 20
+
+// bootTimes is one create → first exec and its parts. The guest's parts lie
+// within the time from shim to link and from link to answer.
+type bootTimes struct {
+	total time.Duration
+	// On the host: until the shim ran, from there until the guest's link was up,
+	// from there until the agent had answered, the first exec.
+	shim, link, answer, exec time.Duration
+	// In the guest: from the kernel's clock to the agent's main, from there
+	// until the agent served.
+	kernel, agent time.Duration
+}
+
+// bootOnce launches a VM, runs its first program and stops it again; the stop
+// is not part of the times.
+func (b *bench) bootOnce(ctx context.Context) (t bootTimes, err error) {
+	begin := time.Now()
+	m, err := b.launcher.Launch(ctx, b.request)
+	if err != nil {
+		return t, err
+	}
+	defer func() { err = errors.Join(err, m.Kill()) }()
+	launched := time.Now()
+	if err := succeed(ctx, m, "/bin/true"); err != nil {
+		return t, err
+	}
+	end := time.Now()
+	status, err := m.Status(ctx)
+	if err != nil {
+		return t, err
+	}
+	info := m.Info()
+	return bootTimes{
+		total: end.Sub(begin), exec: end.Sub(launched), kernel: info.KernelTime, agent: info.AgentTime,
+		shim: status.Started.Sub(begin), link: status.Running.Sub(status.Started), answer: launched.Sub(status.Running),
+	}, nil
+}
+
+// succeed runs a program that must exit with 0.
+func succeed(ctx context.Context, m *vm.Machine, argv ...string) error {
+	_, err := output(ctx, m, guest.IO{}, argv...)
+	return err
+}
+
+// boots measures create → first exec against the bare boot, in turn and each
+// first every second time, after one of each that does not count. The ratio is
+// the median of the ratios of neighbours: what else the host does then weighs
+// on both alike.
+func (b *bench) boots(ctx context.Context, bare *floor) (row, error) {
+	var ours []bootTimes
+	var base []boot
+	for i := range b.runs + 1 {
+		oursNow := func() error {
+			t, err := b.bootOnce(ctx)
+			ours = append(ours, t)
+			return err
+		}
+		bareNow := func() error {
+			t, err := bare.run(ctx)
+			base = append(base, t)
+			return err
+		}
+		first, second := oursNow, bareNow
+		if i%2 == 1 {
+			first, second = bareNow, oursNow
+		}
+		if err := first(); err != nil {
+			return row{}, err
+		}
+		if err := second(); err != nil {
+			return row{}, err
+		}
+		b.note("boot %d of %d", i, b.runs)
+	}
+	return bootRow(ours[1:], base[1:]), nil
+}
+
+// bootRow sums up pairs of boots.
+func bootRow(ours []bootTimes, base []boot) row {
+	part := func(name string, get func(bootTimes) time.Duration) string {
+		var list []time.Duration
+		for _, t := range ours {
+			list = append(list, get(t))
+		}
+		return spread(name, list)
+	}
+	var totals, ends, inits []time.Duration
+	var ratios []float64
+	for i, t := range ours {
+		totals, ends, inits = append(totals, t.total), append(ends, base[i].End), append(inits, base[i].Init)
+		ratios = append(ratios, float64(t.total)/float64(base[i].End))
+	}
+	r := newRow("create to first exec", median(totals), median(ends), "ms", goalBoot,
+		"spawn to exit of a bare QEMU: same binary, machine, CPUs, memory, kernel and kernel arguments; no devices; an init of a few instructions that restarts the machine",
+		spread("ours, the image being in the store: launch, first /bin/true", totals),
+		part("  until the shim runs", func(t bootTimes) time.Duration { return t.shim }),
+		part("  then until the guest's link is up", func(t bootTimes) time.Duration { return t.link }),
+		part("  then until the agent has answered", func(t bootTimes) time.Duration { return t.answer }),
+		part("  then the first exec", func(t bootTimes) time.Duration { return t.exec }),
+		part("  in the guest, kernel until the agent's main", func(t bootTimes) time.Duration { return t.kernel }),
+		part("  in the guest, agent until it serves", func(t bootTimes) time.Duration { return t.agent }),
+		spread("bare QEMU until its exit", ends), spread("  until its init ran", inits),
+		fmt.Sprintf("ratio of the least of each: %.2f", float64(slices.Min(totals))/float64(slices.Min(ends))))
+	return r.withRatio(ratios)
+}
