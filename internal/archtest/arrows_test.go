@@ -18,38 +18,41 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup proc egress krun agentlink atomicfile cursorlog erofs agent/rexp ->
+fault layout cleanup proc agentlink bootspec erofs agent/rexp ->
 
 # Data and single outside things.
-bootspec   -> egress
 catalog    -> fault
 # layout for its check that a directory is the user's own.
-imagestore -> erofs cleanup layout
-netstack   -> egress cleanup
-vmassets   -> cleanup fault layout
-guest      -> api/guest/v1 agentlink fault
+imagestore -> cleanup erofs layout
+vmassets   -> layout
+# agentlink for the version of the protocol.
+guest      -> agentlink api/guest/v1 fault
 
-# The VM, host side.
+# The VM, host side. vm finds a kept VM's shim by its identity, from proc.
 vm             -> api/shim/v1 bootspec cleanup guest layout proc
 vm/shimdriver  -> bootspec cleanup layout proc vm vmassets
-shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup layout netstack
-shim/qemu      -> bootspec layout proc shim
+shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup layout
+# agentlink for the names of the console ports. QEMU must die with the shim and
+# in no other way, so proc, whose children outlive calls, is not for it.
+shim/qemu      -> agentlink bootspec shim
 # It puts a shim and an agent together in one process.
 vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout shim vm vmassets
 
-# The core and its surfaces.
-sandbox -> vm guest imagestore catalog egress layout cleanup fault
-cli     -> catalog config fault guest imagestore layout sandbox vm vmassets
+# The core and its surface. cli is where progress, results and findings of each
+# become text.
+sandbox -> catalog cleanup fault guest imagestore vm
+cli     -> catalog fault guest imagestore layout sandbox vm vmassets
 
 # The guest's side.
 agent/procs ->
 agent/fsops -> agent/rexp fault
 agent/boot  -> agentlink bootspec
-agent       -> api/guest/v1 agent/fsops agent/procs agentlink fault
+agent       -> agent/fsops agent/procs agentlink api/guest/v1 fault
 
-# Programs.
-cmd/adapter     -> cli layout vm vm/shimdriver
-cmd/krun-shim   -> shim shim/qemu
+# Programs. krun-shim can also boot a spec from a file, by hand: then it fills in
+# what the launcher would have.
+cmd/adapter     -> cli layout vm vm/shimdriver vmassets
+cmd/krun-shim   -> agentlink bootspec cleanup layout shim shim/qemu vmassets
 cmd/guest-agent -> agent agent/boot agent/procs agentlink
 
 # Programs of the build.
