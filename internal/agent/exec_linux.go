@@ -25,6 +25,11 @@ import (
 // unreaped before the call ends without them.
 const killGrace = time.Second
 
+// announceDelay is how long `started` waits for company. The message of a
+// program that ends at once then leaves in one write with its output and exit,
+// and a write to the link costs an emulated CPU more than most else here.
+const announceDelay = 3 * time.Millisecond
+
 // Exit codes of a program that was not started, as shells have them.
 const (
 	exitNotFound   = 127
@@ -161,8 +166,10 @@ type call struct {
 	process *procs.Process
 	begun   time.Time
 
-	// sending orders the two output pumps: a stream takes one sender at a time.
-	sending sync.Mutex
+	// sending orders the senders, of which a stream takes one at a time, and
+	// guards announced.
+	sending   sync.Mutex
+	announced bool
 	// pumped gets one result per output pump, refused one from the receiver.
 	pumped, refused chan error
 	stdin           *stdin
@@ -171,13 +178,9 @@ type call struct {
 // run returns when the exit was sent, or with the error that ended the call.
 func (c *call) run(limit time.Duration) error {
 	defer func() { _ = c.process.Close() }()
-	if err := c.send(&guestv1.ExecResponse{Response: &guestv1.ExecResponse_Started{Started: &guestv1.ExecStarted{Pid: uint32(c.process.PID())}}}); err != nil {
-		c.kill()
-		return err
-	}
-	pumps := c.startPumps()
 	c.stdin = newStdin(c.process)
 	defer c.stdin.abandon()
+	pumps := c.startPumps()
 	// Not waited for: Recv returns when this handler has.
 	go c.receive()
 
@@ -202,6 +205,8 @@ func (c *call) run(limit time.Duration) error {
 func (c *call) wait(limit time.Duration, pumps int) (timedOut bool, ended procs.Status, err error) {
 	ctx := c.stream.Context()
 	var timeUp, giveUp <-chan time.Time
+	announce := time.NewTimer(announceDelay)
+	defer announce.Stop()
 	if limit > 0 {
 		timer := time.NewTimer(limit)
 		defer timer.Stop()
@@ -214,25 +219,27 @@ func (c *call) wait(limit time.Duration, pumps int) (timedOut bool, ended procs.
 			giveUp = time.After(killGrace)
 		}
 	}
+	fail := func(cause error) {
+		if cause != nil && err == nil {
+			err = cause
+			kill()
+		}
+	}
 	for exited != nil || pumps > 0 {
 		select {
+		case <-announce.C:
+			fail(c.announce())
 		case <-exited:
 			exited, ended = nil, c.process.Status()
 		case pumpErr := <-c.pumped:
 			pumps--
-			if pumpErr != nil && err == nil {
-				err = pumpErr
-				kill()
-			}
+			fail(pumpErr)
 		case refusal := <-refused:
-			refused, err = nil, refusal
-			kill()
+			refused = nil
+			fail(refusal)
 		case <-gone:
 			gone = nil
-			if err == nil {
-				err = status.FromContextError(ctx.Err()).Err()
-			}
-			kill()
+			fail(status.FromContextError(ctx.Err()).Err())
 		case <-timeUp:
 			timeUp, timedOut = nil, true
 			kill()
@@ -261,10 +268,33 @@ func (c *call) kill() {
 	}
 }
 
+// send sends msg, with `started` before the first one.
 func (c *call) send(msg *guestv1.ExecResponse) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
+	if err := c.sendStarted(); err != nil {
+		return err
+	}
 	return c.stream.Send(msg)
+}
+
+// announce sends `started` unless a pump is just doing so, for which it does not
+// wait: a client that does not read may hold the pump for ever.
+func (c *call) announce() error {
+	if !c.sending.TryLock() {
+		return nil
+	}
+	defer c.sending.Unlock()
+	return c.sendStarted()
+}
+
+func (c *call) sendStarted() error {
+	if c.announced {
+		return nil
+	}
+	c.announced = true
+	started := &guestv1.ExecStarted{Pid: uint32(c.process.PID())}
+	return c.stream.Send(&guestv1.ExecResponse{Response: &guestv1.ExecResponse_Started{Started: started}})
 }
 
 // startPumps copies each output to the stream and returns how many there are.

@@ -27,9 +27,9 @@ const (
 const (
 	// deviceWait bounds the wait for a disk or port to appear; an emulated CPU
 	// on a busy host may take seconds.
-	deviceWait = 30 * time.Second
+	deviceWait = 10 * time.Second
 	// frameWait bounds the wait for the frame on iii.env.
-	frameWait = 60 * time.Second
+	frameWait = 15 * time.Second
 	// linkWait bounds the wait for the shim's first answer on the link.
 	linkWait = 5 * time.Minute
 )
