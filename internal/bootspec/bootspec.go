@@ -32,6 +32,10 @@ const (
 	MaxEnv  = 256 << 10
 )
 
+// maxQuotedEnv is what the environment may take in JSON, which needs up to six
+// bytes for one; the rest of a document takes far less than 64 KiB.
+const maxQuotedEnv = MaxSize - 64<<10
+
 const magic = "IIISPEC1"
 
 // The VMMs that a shim may run.
@@ -301,6 +305,8 @@ func (g *Guest) Validate() error {
 	}
 	if size > MaxEnv {
 		errs = append(errs, fmt.Errorf("the environment has %d bytes, more than %d", size, MaxEnv))
+	} else if quoted, err := json.Marshal(g.Env); err != nil || len(quoted) > maxQuotedEnv {
+		errs = append(errs, fmt.Errorf("the environment has %d bytes as JSON, more than %d: it has too many control characters", len(quoted), maxQuotedEnv))
 	}
 	return errors.Join(errs...)
 }

@@ -267,10 +267,11 @@ func TestDeadGuest(t *testing.T) {
 			if !errors.As(err, &end) || end.End.Class != bootspec.EndCrashed {
 				t.Fatalf("error is %v, want the vm's crash", err)
 			}
-			if !strings.Contains(end.End.Message, tt.cause) || !strings.Contains(end.Tails.Console, "Kernel panic") {
+			// The trace behind the line that tells why may fill the tail.
+			if !strings.Contains(end.End.Message, tt.cause) {
 				t.Errorf("the error does not tell why: %v", err)
 			}
-			if !strings.HasSuffix(err.Error(), lastLine(end.Tails.Console)) {
+			if end.Tails.Console == "" || !strings.HasSuffix(err.Error(), lastLine(end.Tails.Console)) {
 				t.Errorf("the error does not end with the console: %v", err)
 			}
 			checkNext(t, e)

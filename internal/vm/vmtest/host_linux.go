@@ -117,8 +117,13 @@ func openImage(roots layout.Roots) (*imagestore.Image, error) {
 const imageTimeout = time.Minute
 
 // build makes shim and agent from this tree, where it does for all test
-// processes: go build leaves alone what is up to date.
+// processes: go build leaves alone what is up to date. III_KRUN_SHIM and
+// III_GUEST_AGENT together name others.
 func (h *Host) build() error {
+	h.Shim, h.Agent = os.Getenv("III_KRUN_SHIM"), os.Getenv("III_GUEST_AGENT")
+	if h.Shim != "" && h.Agent != "" {
+		return nil
+	}
 	root, err := moduleRoot()
 	if err != nil {
 		return err
