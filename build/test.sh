@@ -11,6 +11,7 @@ export VMTEST_REQUIRE
 
 step 'system packages' sh build/deps.sh build run test
 step 'build adapter, krun-shim, guest-agent' "$MAKE" build
+step 'modules of the tests' "$GO" list -deps -test ./...
 step 'test runner' sh build/tools.sh gotestsum
 step 'kernel and initramfs of the VM' bin/adapter vmm setup
 step 'images python, node, busybox' "$GO" run ./build/images --if-missing python node busybox

@@ -60,9 +60,9 @@ build/images -> cleanup layout
 build/upper  ->
 
 # The benchmark.
-test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver
-test/bench/probe    -> test/bench/sequence
 test/bench/sequence ->
+test/bench/probe    -> test/bench/sequence
+test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver
 
 archtest ->
 `
