@@ -162,7 +162,7 @@ func TestBadInput(t *testing.T) {
 		{"unknown field", []string{commandBoot, "--spec", text(`{"version":1,"colour":1}`)}, spec, "colour"},
 		{"other version", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.Version = 9 })}, spec, "version is 9"},
 		{"no kernel", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Kernel = "/no/kernel" })}, spec, "adapter vmm setup"},
-		{"compressed kernel", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Kernel = s.QEMU.Initramfs })}, spec, "not an uncompressed kernel"},
+		{"initramfs that is a directory", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Initramfs = s.Dir })}, spec, "not a regular file"},
 		{"no image", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.Lower.Path = "/no/image" })}, spec, "lower: open /no/image"},
 		{"bad environment", []string{commandBoot, "--spec", changed(func(*bootspec.Spec) {}), "--env", "novalue"}, spec, "env[0] is not KEY=value"},
 		{"unknown machine", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Machine = "pc" })}, spec, `qemu.machine is "pc"`},

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
@@ -99,13 +100,17 @@ func fixture(t *testing.T, id string) *bootspec.Spec {
 	if err != nil {
 		t.Fatal(err)
 	}
+	machine := "q35"
+	if runtime.GOARCH != "amd64" {
+		machine = "virt" // whose kernel is not looked into
+	}
 	spec := &bootspec.Spec{
 		Version: bootspec.Version, ID: id, VMM: bootspec.QEMU, Lifetime: bootspec.Tied,
 		Dir: filepath.Join(dir, "machine"), Socket: filepath.Join(dir, "run", "vm.sock"),
 		CPUs: 1, MemoryMiB: 64,
 		Lower: bootspec.Disk{Path: filepath.Join(dir, "lower"), ReadOnly: true},
 		Upper: bootspec.Disk{Path: filepath.Join(dir, "machine", "upper.ext4")},
-		QEMU:  &bootspec.QEMUSpec{Binary: self, Machine: "q35", Kernel: self, Initramfs: filepath.Join(dir, "initramfs")},
+		QEMU:  &bootspec.QEMUSpec{Binary: self, Machine: machine, Kernel: self, Initramfs: filepath.Join(dir, "initramfs")},
 		Guest: bootspec.Guest{Version: bootspec.Version, Token: strings.Repeat("ab", 16), Hostname: "box", Env: []string{"A=b"}},
 	}
 	if err := os.Mkdir(spec.Dir, 0o700); err != nil {
