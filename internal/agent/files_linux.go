@@ -82,7 +82,8 @@ func (f *Files) undone(name string, done <-chan error) {
 	bound := time.NewTimer(undoTime)
 	defer bound.Stop()
 	select {
-	case <-done:
+	case err := <-done:
+		f.log.Debug("a file operation was ended", "operation", name, "error", err)
 	case <-bound.C:
 		f.log.Warn("a file operation does not end with its call", "operation", name)
 	}

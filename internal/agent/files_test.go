@@ -257,7 +257,7 @@ func TestFiles_StuckReadersStallOnlyThemselves(t *testing.T) {
 	}
 }
 
-func startUpload(t *testing.T, ctx context.Context, files guestv1.FileServiceClient, start *guestv1.WriteFileStart) grpc.ClientStreamingClient[guestv1.WriteFileRequest, guestv1.WriteFileResponse] {
+func startUpload(ctx context.Context, t *testing.T, files guestv1.FileServiceClient, start *guestv1.WriteFileStart) grpc.ClientStreamingClient[guestv1.WriteFileRequest, guestv1.WriteFileResponse] {
 	t.Helper()
 	stream, err := files.WriteFile(ctx)
 	if err != nil {
@@ -280,7 +280,7 @@ func commit() *guestv1.WriteFileRequest {
 func TestFiles_WriteFile(t *testing.T) {
 	t.Parallel()
 	files, dir := newFiles(t, nil), t.TempDir()
-	stream := startUpload(t, bounded(t), files, &guestv1.WriteFileStart{Path: []byte(dir + "/a/f"), Mode: 0o4711, Parents: true})
+	stream := startUpload(bounded(t), t, files, &guestv1.WriteFileStart{Path: []byte(dir + "/a/f"), Mode: 0o4711, Parents: true})
 	sum, chunk := sha256.New(), bytes.Repeat([]byte("0123456789abcdef"), 4096)
 	const n = 320 // 20 MiB
 	for i := range n {
@@ -312,7 +312,7 @@ func TestFiles_UploadWithoutCommitWritesNothing(t *testing.T) {
 	t.Parallel()
 	files, dir := newFiles(t, nil), t.TempDir()
 	path := writeFile(t, dir+"/f", "old")
-	stream := startUpload(t, bounded(t), files, &guestv1.WriteFileStart{Path: path})
+	stream := startUpload(bounded(t), t, files, &guestv1.WriteFileStart{Path: path})
 	if err := stream.Send(data([]byte("new"))); err != nil {
 		t.Fatal(err)
 	}
@@ -328,7 +328,7 @@ func TestFiles_CancelledUploadLeavesNothing(t *testing.T) {
 	t.Parallel()
 	files, dir := newFiles(t, nil), t.TempDir()
 	ctx, cancel := context.WithCancel(bounded(t))
-	stream := startUpload(t, ctx, files, &guestv1.WriteFileStart{Path: []byte(dir + "/f")})
+	stream := startUpload(ctx, t, files, &guestv1.WriteFileStart{Path: []byte(dir + "/f")})
 	if err := stream.Send(data([]byte("new"))); err != nil {
 		t.Fatal(err)
 	}
@@ -343,7 +343,7 @@ func TestFiles_UploadIsRefusedBeforeItsBody(t *testing.T) {
 	t.Parallel()
 	files, dir := newFiles(t, nil), t.TempDir()
 	for path, code := range map[string]string{dir + "/missing/f": "S211", dir: "S216", "": "S211"} {
-		stream := startUpload(t, bounded(t), files, &guestv1.WriteFileStart{Path: []byte(path)})
+		stream := startUpload(bounded(t), t, files, &guestv1.WriteFileStart{Path: []byte(path)})
 		// No body, no end: the answer comes all the same.
 		err := stream.RecvMsg(&guestv1.WriteFileResponse{})
 		if e := wantFault(t, err, code); e.GetParentMissing() != strings.Contains(path, "missing") {
@@ -355,7 +355,7 @@ func TestFiles_UploadIsRefusedBeforeItsBody(t *testing.T) {
 func TestFiles_StalledUpload(t *testing.T) {
 	t.Parallel()
 	files, dir := newFiles(t, func(f *agent.Files) { f.SetStall(30 * time.Millisecond) }), t.TempDir()
-	stream := startUpload(t, bounded(t), files, &guestv1.WriteFileStart{Path: []byte(dir + "/f")})
+	stream := startUpload(bounded(t), t, files, &guestv1.WriteFileStart{Path: []byte(dir + "/f")})
 	err := stream.RecvMsg(&guestv1.WriteFileResponse{})
 	if e := wantFault(t, err, "S218"); !strings.Contains(e.GetMessage(), "stalled") {
 		t.Errorf("%v", e)

@@ -55,9 +55,7 @@ type class struct {
 	retryable bool
 }
 
-// table is the contract's table of codes; it is never written to.
-//
-//nolint:gochecknoglobals // a constant table
+// table is the contract's table of codes, read-only.
 var table = map[Code]class{
 	S001: {typ: "validation"},
 	S002: {typ: "validation"},
@@ -120,7 +118,7 @@ func (e *Error) Unwrap() error { return e.cause }
 
 // Is reports whether target is e's code.
 func (e *Error) Is(target error) bool {
-	code, ok := target.(Code) //nolint:errorlint // errors.Is unwraps; this compares one link
+	code, ok := target.(Code)
 	return ok && code == e.Code
 }
 

@@ -245,7 +245,7 @@ func TestMessages_AreBoundedAndPrintable(t *testing.T) {
 			t.Errorf("%s: message of %d bytes", e.Code, len(e.Message))
 		}
 	}
-	if m := fault.NotFound("/a\xff\nb", nil).Message; strings.ContainsAny(m, "\n\xff") {
+	if m := fault.NotFound("/a\xff\nb", nil).Message; strings.Contains(m, "\n") || strings.Contains(m, "\xff") {
 		t.Errorf("%q", m)
 	}
 }

@@ -90,7 +90,7 @@ func FileRefused(path, text string, cause error) *Error { return file(S216, path
 
 // BadPattern is S217: the regular expression does not compile.
 func BadPattern(pattern string, cause error) *Error {
-	return &Error{Code: S217, Message: fmt.Sprintf("pattern %q: %v", clip(pattern), cause), cause: cause}
+	return &Error{Code: S217, Message: fmt.Sprintf("pattern %q: %s", clip(pattern), clip(cause.Error())), cause: cause}
 }
 
 // UploadAborted is S218: the body of a write stopped before its end. Nothing was

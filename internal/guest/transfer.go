@@ -127,7 +127,6 @@ func (c *Client) WriteFile(ctx context.Context, path string, opts WriteOptions, 
 			var broken *bodyError
 			if errors.As(err, &broken) {
 				cancel()
-				<-answered
 				return 0, broken.fault(path)
 			}
 			// Sent, or the guest has ended the call: the answer says which.

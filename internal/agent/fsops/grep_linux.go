@@ -153,7 +153,7 @@ func (g *grepping) root(handle int) error {
 func (g *grepping) visit(dir int, name, rel string) error {
 	f, _, err := openFile(g.ctx, dir, name)
 	if err != nil {
-		return nil //nolint:nilerr // gone, special, or not to be read
+		return nil // gone, special, or not to be read
 	}
 	defer f.close()
 	_, err = g.file(f, join(g.opts.Path, rel))

@@ -1,6 +1,7 @@
 package fsops_test
 
 import (
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"os"
@@ -131,7 +132,7 @@ func snapshot(t testing.TB, root string) string {
 		fmt.Fprintf(&b, "%q mode %o owner %d:%d mtime %d.%09d", rel, st.Mode, st.Uid, st.Gid, st.Mtim.Sec, st.Mtim.Nsec)
 		switch st.Mode & unix.S_IFMT {
 		case unix.S_IFREG:
-			fmt.Fprintf(&b, " size %d content %q", st.Size, content(t, path))
+			fmt.Fprintf(&b, " size %d content %x", st.Size, sha256.Sum256([]byte(content(t, path))))
 		case unix.S_IFLNK:
 			target, err := os.Readlink(path)
 			check(t, err)

@@ -56,9 +56,11 @@ func Move(ctx context.Context, src, dst string, overwrite bool) error {
 // replaceable refuses a dst that exists, and reports whether something is there
 // all the same that may be replaced: a dangling link.
 func replaceable(dst, to string) (bool, error) {
-	if _, err := statAt(unix.AT_FDCWD, to, 0); err == nil {
+	_, err := statAt(unix.AT_FDCWD, to, 0)
+	switch {
+	case err == nil:
 		return false, fault.Exists(dst, "exists already: pass overwrite:true to replace it", unix.EEXIST)
-	} else if !errors.Is(err, unix.ENOENT) {
+	case !errors.Is(err, unix.ENOENT):
 		return false, nil // the rename says what is wrong
 	}
 	st, err := statAt(unix.AT_FDCWD, to, unix.AT_SYMLINK_NOFOLLOW)
@@ -72,14 +74,14 @@ func sameFile(from, to string) (bool, error) {
 	a, errA := statAt(unix.AT_FDCWD, from, unix.AT_SYMLINK_NOFOLLOW)
 	b, errB := statAt(unix.AT_FDCWD, to, unix.AT_SYMLINK_NOFOLLOW)
 	if errA != nil || errB != nil || a.Dev != b.Dev || a.Ino != b.Ino || isType(a, unix.S_IFDIR) || a.Nlink < 2 {
-		return false, nil
+		return false, nil //nolint:nilerr // the rename says what is wrong
 	}
 	fromDir, fromName := split(from)
 	toDir, toName := split(to)
 	da, errA := statAt(unix.AT_FDCWD, fromDir, 0)
 	db, errB := statAt(unix.AT_FDCWD, toDir, 0)
 	if errA != nil || errB != nil || da.Dev == db.Dev && da.Ino == db.Ino && fromName == toName {
-		return false, nil
+		return false, nil //nolint:nilerr // the rename says what is wrong
 	}
 	return true, unlink(unix.AT_FDCWD, from, 0)
 }

@@ -243,7 +243,7 @@ func TestMove_EndedCopyLeavesNothing(t *testing.T) {
 func TestMove_EndedAnywhereIsAllOrNothing(t *testing.T) {
 	t.Parallel()
 	for n := range 60 {
-		from, to := t.TempDir(), elsewhere(t)
+		from, to := elsewhere(t), t.TempDir()
 		build(t, from+"/tree")
 		want := snapshot(t, from+"/tree")
 		err := fsops.Move(&countdown{Context: t.Context(), left: n}, from+"/tree", to+"/tree", false)

@@ -47,7 +47,7 @@ func wantLines(t *testing.T, got []string, want ...string) {
 func TestGrep_Lines(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	path := put(t, dir+"/f", "foo\r\nbar foo\n\nbad \xff foo\nfoo\rx\nlast foo\r")
+	path := put(t, dir+"/f", strings.Join([]string{"foo\r", "bar foo", "", "bad \xff foo", "foo\rx", "last foo\r"}, "\n"))
 	all := fsops.GrepOptions{Path: path, Pattern: "foo"}
 	got, truncated := grep(t, dir, all)
 	wantLines(t, got, "/f:1:foo", "/f:2:bar foo", "/f:5:foo\rx", "/f:6:last foo\r")
@@ -252,7 +252,7 @@ func TestGrep_BigDirectoryStaysInOrder(t *testing.T) {
 func TestGrep_EndsWithItsContextOrEmit(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	put(t, dir+"/f", "hit\nhit\n")
+	put(t, dir+"/f", strings.Repeat("hit\n", 2))
 	stop := errors.New("stop")
 	_, err := fsops.Grep(t.Context(), fsops.GrepOptions{Path: dir, Pattern: "hit", Recursive: true}, func(fsops.Match) error { return stop })
 	if !errors.Is(err, stop) {
@@ -291,9 +291,9 @@ func TestSed_Replacements(t *testing.T) {
 		opts    fsops.SedOptions
 		n       int
 	}{
-		{"a a\na\n", "b b\nb\n", fsops.SedOptions{Pattern: "a", Replacement: "b"}, 3},
-		{"a a\na\n", "b a\nb\n", fsops.SedOptions{Pattern: "a", Replacement: "b", FirstOnly: true}, 2},
-		{"foo\nfoo", "foo\nbar", fsops.SedOptions{Pattern: "foo$", Replacement: "bar"}, 1},
+		{"a-a\n-a\n", "b-b\n-b\n", fsops.SedOptions{Pattern: "a", Replacement: "b"}, 3},
+		{"a-a\n-a\n", "b-a\n-b\n", fsops.SedOptions{Pattern: "a", Replacement: "b", FirstOnly: true}, 2},
+		{"1foo\n2foo", "1foo\n2bar", fsops.SedOptions{Pattern: "foo$", Replacement: "bar"}, 1},
 		{"a \nb \n", "ab", fsops.SedOptions{Pattern: `\s+$`, Replacement: ""}, 2},
 		{"x\r\ny\r\n", "z\r\ny\r\n", fsops.SedOptions{Pattern: "x", Replacement: "z"}, 1},
 		{"a.b\n", "a$1b\n", fsops.SedOptions{Pattern: ".", Replacement: "$1", Literal: true}, 1},

@@ -271,7 +271,7 @@ func eachLine(r io.Reader, f func([]byte) error) error {
 			}
 		}
 		if err != nil {
-			return nil
+			return nil //nolint:nilerr // the end of the file
 		}
 	}
 }

@@ -94,7 +94,7 @@ func (w *walking) entry(dir *directory, e dirent, rel string, included bool, dep
 	}
 	sub, err := openDir(dir.fd, name)
 	if err != nil {
-		return nil //nolint:nilerr // gone, no directory any more, or not to be read
+		return nil // gone, no directory any more, or not to be read
 	}
 	defer sub.close()
 	return w.directory(sub, rel+e.key, included || w.filter.include.Match(path, true), depth+1)
@@ -135,7 +135,7 @@ func sortedEntries(ctx context.Context, dir *directory, after string) ([]dirent,
 		}
 		if err != nil || len(entries) == 0 {
 			cut(walkChunk)
-			return found, more, nil
+			return found, more, nil //nolint:nilerr // the end, or what cannot be read
 		}
 	}
 }

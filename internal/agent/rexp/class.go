@@ -113,9 +113,9 @@ func (p *parser) negateIf(at int, s set, negated bool) (set, error) {
 		return nil, p.fail(at, "a class without Unicode (?-u) must not match beyond ASCII")
 	}
 	if negated {
-		return s.negate(), nil
+		s = s.negate()
 	}
-	return s, nil
+	return s, p.charge(at, s)
 }
 
 // nested reads "[:name:]", or a class within a class.
@@ -218,5 +218,5 @@ func (p *parser) perlClass(at int, r rune) (*charClass, error) {
 			c.short = "[^" + c.short[1:]
 		}
 	}
-	return &c, nil
+	return &c, p.charge(at, c.set)
 }

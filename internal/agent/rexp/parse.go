@@ -25,6 +25,7 @@ type parser struct {
 	flags  flags
 	groups int
 	depth  int
+	ranges int
 	names  map[string]int
 	folds  folder
 
@@ -33,6 +34,14 @@ type parser struct {
 
 func (p *parser) fail(at int, format string, args ...any) error {
 	return &Error{Offset: at, Reason: fmt.Sprintf(format, args...)}
+}
+
+// charge counts the ranges of a class that has been put together.
+func (p *parser) charge(at int, s set) error {
+	if p.ranges += len(s); p.ranges > maxRanges {
+		return p.fail(at, "the pattern has too many large classes")
+	}
+	return nil
 }
 
 func (p *parser) parse() (*node, error) {

@@ -113,7 +113,7 @@ func (p *parser) property(at int, negated bool) (*charClass, error) {
 	if negated {
 		s = s.negate()
 	}
-	return &charClass{set: s}, nil
+	return &charClass{set: s}, p.charge(at, s)
 }
 
 // loose is a property's name without what Unicode says does not matter in one.

@@ -172,10 +172,10 @@ func (n *node) renderRepeat() (rendered, error) {
 }
 
 func (n *node) braces() string {
-	switch {
-	case n.max == n.min:
+	switch n.max {
+	case n.min:
 		return "{" + strconv.Itoa(n.min) + "}"
-	case n.max == unbounded:
+	case unbounded:
 		return "{" + strconv.Itoa(n.min) + ",}"
 	}
 	return "{" + strconv.Itoa(n.min) + "," + strconv.Itoa(n.max) + "}"
@@ -201,11 +201,11 @@ func (n *node) unroll(sub rendered, last, lazy string) string {
 		}
 	}
 	b.WriteString("(?:")
-	switch {
-	case n.max == unbounded:
+	switch n.max {
+	case unbounded:
 		times(n.min-1, "")
 		b.WriteString(last + "+" + lazy)
-	case n.max == n.min:
+	case n.min:
 		times(n.min-1, "")
 		b.WriteString(last)
 	default:

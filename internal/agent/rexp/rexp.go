@@ -28,12 +28,15 @@ import (
 	"regexp/syntax"
 )
 
-// Limits of a pattern: what may be built from it, in automaton instructions and
-// in bytes of rewritten text, and how deep it may nest. The first two bound the
-// memory to some 20 MiB; the last is Rust's.
+// Limits of a pattern: what may be built from it, in automaton instructions, in
+// bytes of rewritten text and in ranges of its classes (\w has 760), and how deep
+// it may nest. They bound the memory to some 20 MiB for the time of compiling and
+// to less afterwards. Rust refuses patterns of about the same size, and nesting
+// beyond the same depth.
 const (
 	maxInstructions = 100_000
 	maxRewritten    = 2 << 20
+	maxRanges       = 300_000
 	maxNesting      = 250
 )
 

@@ -65,19 +65,6 @@ func (s set) intersect(t set) set {
 	return out
 }
 
-func (s set) contains(r rune) bool {
-	_, found := slices.BinarySearchFunc(s, r, func(sp span, r rune) int {
-		switch {
-		case sp.hi < r:
-			return -1
-		case sp.lo > r:
-			return 1
-		}
-		return 0
-	})
-	return found
-}
-
 func (s set) size() int {
 	n := 0
 	for _, r := range s {
