@@ -130,9 +130,10 @@ func (w *blockWriter) erase(first, n uint32) error {
 
 // sideFile keeps small pieces until the inodes are written.
 type sideFile struct {
-	file *os.File
-	w    *bufio.Writer
-	size int64
+	file  *os.File
+	w     *bufio.Writer
+	size  int64
+	piece [inlineMax]byte
 }
 
 func newSideFile(file *os.File) *sideFile {
@@ -147,15 +148,16 @@ func (s *sideFile) add(p []byte) (int64, error) {
 	return at, err
 }
 
-// copy appends n bytes of r and returns their offset.
+// copy appends n bytes of r, inlineMax at most, and returns their offset.
 func (s *sideFile) copy(r io.Reader, n int64) (int64, error) {
-	at := s.size
-	k, err := io.CopyN(s.w, r, n)
-	s.size += k
-	if errors.Is(err, io.EOF) {
-		err = io.ErrUnexpectedEOF
+	piece := s.piece[:n]
+	if _, err := io.ReadFull(r, piece); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
+		}
+		return 0, err
 	}
-	return at, err
+	return s.add(piece)
 }
 
 // read fills p from offset at.

@@ -3,9 +3,9 @@
 //
 // A [Builder] takes uncompressed tar streams, lowest layer first. The bytes of
 // each file go straight to the image, to block-aligned places behind the
-// superblock; what is kept in memory is the merged tree alone, about 150 bytes an
-// entry. [Builder.Finish] writes the directories and, last, the inodes. The same
-// layers give the same bytes.
+// superblock; what is kept in memory is the merged tree alone, 200 bytes an entry
+// and as much again in garbage. [Builder.Finish] writes the directories and, last,
+// the inodes. The same layers give the same bytes.
 //
 // The format is written here and not by a library. The one Go library for it
 // (erofs/go-erofs 0.3) has no hard links, stores POSIX ACLs under an index that the

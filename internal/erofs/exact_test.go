@@ -174,6 +174,20 @@ func TestImageShowsWhatTheTarSays(t *testing.T) {
 	}
 }
 
+func TestLongestPath(t *testing.T) {
+	t.Parallel()
+	// Longer than any one path that the kernel takes, with the mount point before it.
+	long := strings.Repeat(strings.Repeat("l", 31)+"/", 127) + strings.Repeat("m", 32)
+	if len(long) != 4096 {
+		t.Fatalf("path has %d bytes", len(long))
+	}
+	image := build(t, layer(t, file(long, "long path")))
+	fsck(t, image)
+	if n, ok := readImage(t, image)[long]; !ok || n.Body != hash("long path") {
+		t.Errorf("file is %+v, %v", n, ok)
+	}
+}
+
 func TestSameLayersGiveSameBytes(t *testing.T) {
 	t.Parallel()
 	l := layer(t, everything()...)

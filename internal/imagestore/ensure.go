@@ -36,8 +36,8 @@ type EnsureOptions struct {
 //
 // The caller closes the image. On error nothing of it is left in the store. Errors,
 // wrapped or not: [ErrNotCached], [ReferenceError], [PlatformError], [LimitError],
-// [EntryError], [DigestError], [LayoutError], [RegistryError], [InsecureError],
-// [NoSpaceError], the cause of ctx's end, or the file system's.
+// [EntryError], [DigestError], [LayoutError], [RegistryError], [CredentialsError],
+// [InsecureError], [NoSpaceError], the cause of ctx's end, or the file system's.
 func (s *Store) Ensure(ctx context.Context, ref string, opts EnsureOptions) (*Image, error) {
 	return s.get(ctx, ref, opts, false)
 }

@@ -123,6 +123,21 @@ func (e *RegistryError) Error() string {
 // Unwrap returns the answer or the network's error.
 func (e *RegistryError) Unwrap() error { return e.Err }
 
+// CredentialsError tells that the credentials for a registry cannot be had, because
+// of docker's configuration or a credential helper.
+type CredentialsError struct {
+	Host string
+	Err  error
+}
+
+// Error says where to look.
+func (e *CredentialsError) Error() string {
+	return fmt.Sprintf("credentials for %s cannot be read: check docker's config.json and its credential helper: %v", e.Host, e.Err)
+}
+
+// Unwrap returns the cause.
+func (e *CredentialsError) Unwrap() error { return e.Err }
+
 // InsecureError tells that a registry would have been talked to without TLS.
 type InsecureError struct{ Host string }
 

@@ -36,6 +36,17 @@ func writeLayout(t testing.TB, dir string, images map[string]v1.Image) {
 	}
 }
 
+func appendLayout(t testing.TB, dir string, img v1.Image) {
+	t.Helper()
+	path, err := layout.FromPath(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := path.AppendImage(img); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func writeArchive(t testing.TB, path string, images map[string]v1.Image) {
 	t.Helper()
 	byTag := map[name.Tag]v1.Image{}
@@ -71,6 +82,8 @@ func TestLayout(t *testing.T) {
 	one, two, foreign := simple(t, "1"), simple(t, "2"), imageOf(t, "linux/s390x")
 	writeLayout(t, filepath.Join(dir, "single"), map[string]v1.Image{"": one})
 	writeLayout(t, filepath.Join(dir, "tagged"), map[string]v1.Image{"a": one, "b": two, "c": foreign})
+	writeLayout(t, filepath.Join(dir, "untagged"), map[string]v1.Image{"": one})
+	appendLayout(t, filepath.Join(dir, "untagged"), two)
 	s := openStore(t, t.TempDir(), quick())
 	for ref, want := range map[string]v1.Image{"single": one, "tagged:a": one, "tagged:b": two} {
 		// No leave to pull is needed for what is here.
@@ -85,6 +98,7 @@ func TestLayout(t *testing.T) {
 	}
 	wantLayoutError(t, fail("tagged"), ":a", ":b")
 	wantLayoutError(t, fail("tagged:d"), "a", "b", "c")
+	wantLayoutError(t, fail("untagged"), "without a tag")
 	wantLayoutError(t, fail("nothing"), "no OCI image layout")
 	var platform *imagestore.PlatformError
 	if err := fail("tagged:c"); !errors.As(err, &platform) {

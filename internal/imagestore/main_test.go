@@ -4,14 +4,12 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
-	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
-	"log"
+	"log/slog"
 	"maps"
 	"net/http"
 	"net/http/httptest"
@@ -189,7 +187,7 @@ type server struct {
 
 func newServer(t testing.TB) *server {
 	t.Helper()
-	s := &server{gets: map[string]int{}, real: registry.New(registry.Logger(log.New(io.Discard, "", 0)))}
+	s := &server{gets: map[string]int{}, real: registry.New(registry.Logger(slog.NewLogLogger(slog.DiscardHandler, slog.LevelInfo)))}
 	s.http = httptest.NewServer(s)
 	s.host = strings.TrimPrefix(s.http.URL, "http://")
 	t.Cleanup(s.http.Close)
@@ -351,16 +349,6 @@ func wantClean(t testing.TB, dir string, n int) {
 		if len(entries) != want {
 			t.Errorf("%s has %d entries, want %d: %v", sub, len(entries), want, entries)
 		}
-	}
-}
-
-// within fails the test if f takes longer than a generous bound.
-func within(t testing.TB, what string, f func(ctx context.Context) error) {
-	t.Helper()
-	ctx, cancel := context.WithTimeoutCause(t.Context(), 30*time.Second, fmt.Errorf("%s took too long", what))
-	defer cancel()
-	if err := f(ctx); err != nil {
-		t.Fatal(err)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -38,10 +39,8 @@ func byRef(t *testing.T, s *imagestore.Store, ref string) (imagestore.Entry, boo
 		t.Fatal(err)
 	}
 	for _, e := range entries {
-		for _, r := range e.Refs {
-			if r == ref {
-				return e, true
-			}
+		if slices.Contains(e.Refs, ref) {
+			return e, true
 		}
 	}
 	return imagestore.Entry{}, false
@@ -251,7 +250,7 @@ func TestDamagedReferenceRecordIsNotCached(t *testing.T) {
 func TestOpenRefusesADirectoryOfOthers(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	if err := os.Chmod(dir, 0o777); err != nil { //nolint:gosec // what is to be refused
+	if err := os.Chmod(dir, 0o777); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := imagestore.Open(dir, quick()); err == nil || !strings.Contains(err.Error(), "chmod") {

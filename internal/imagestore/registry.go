@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
@@ -41,12 +42,29 @@ func newRegistry(s *Store, ref string, parsed name.Reference) (*registry, error)
 	// We retry ourselves, bodies included.
 	never := func(error) bool { return false }
 	puller, err := remote.NewPuller(remote.WithTransport(&secureTransport{inner: t, allowed: s.insecure}),
-		remote.WithAuthFromKeychain(s.opts.Keychain), remote.WithRetryPredicate(never), remote.WithRetryStatusCodes(),
+		remote.WithAuthFromKeychain(keychain{s.opts.Keychain}), remote.WithRetryPredicate(never), remote.WithRetryStatusCodes(),
 		remote.WithJobs(downloads), remote.WithUserAgent("iii-sandbox-libkrun"))
 	if err != nil {
 		return nil, err
 	}
 	return &registry{ref: ref, name: parsed, puller: puller, transport: t, waits: s.opts.RetryWaits, stall: s.opts.StallTimeout}, nil
+}
+
+// keychain marks the errors of another.
+type keychain struct{ inner authn.Keychain }
+
+// Resolve is authn.Keychain's.
+func (k keychain) Resolve(r authn.Resource) (authn.Authenticator, error) {
+	return k.ResolveContext(context.Background(), r)
+}
+
+// ResolveContext is authn.ContextKeychain's.
+func (k keychain) ResolveContext(ctx context.Context, r authn.Resource) (authn.Authenticator, error) {
+	auth, err := authn.Resolve(ctx, k.inner, r)
+	if err != nil {
+		return nil, &CredentialsError{Host: r.RegistryStr(), Err: err}
+	}
+	return auth, nil
 }
 
 // insecure tells whether the operator allows http to a registry.
@@ -177,10 +195,11 @@ func temporary(err error) bool {
 		return answer.StatusCode >= 500 || answer.StatusCode == http.StatusRequestTimeout || answer.StatusCode == http.StatusTooManyRequests
 	}
 	var insecure *InsecureError
+	var credentials *CredentialsError
 	var certificate *tls.CertificateVerificationError
 	var dns *net.DNSError
 	switch {
-	case errors.As(err, &insecure), errors.As(err, &certificate):
+	case errors.As(err, &insecure), errors.As(err, &credentials), errors.As(err, &certificate):
 		return false
 	case errors.As(err, &dns):
 		return !dns.IsNotFound
@@ -194,8 +213,11 @@ func temporary(err error) bool {
 func (r *registry) named(err error) error {
 	var answer *transport.Error
 	var insecure *InsecureError
+	var credentials *CredentialsError
 	var damaged *DigestError
 	switch {
+	case errors.As(err, &credentials):
+		return credentials
 	case errors.As(err, &answer):
 		return &RegistryError{Ref: r.ref, Status: answer.StatusCode, Err: answer}
 	case errors.As(err, &insecure):

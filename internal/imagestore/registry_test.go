@@ -146,7 +146,7 @@ func TestPlatforms(t *testing.T) {
 	add := func(index v1.ImageIndex, img v1.Image, platform v1.Platform) v1.ImageIndex {
 		return mutate.AppendManifests(index, mutate.IndexAddendum{Add: img, Descriptor: v1.Descriptor{Platform: &platform}})
 	}
-	base := v1.ImageIndex(mutate.IndexMediaType(empty.Index, types.OCIImageIndex))
+	base := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
 	mine := simple(t, "mine")
 	index := add(base, imageOf(t, "linux/arm64"), v1.Platform{OS: "linux", Architecture: "arm64", Variant: "v8"})
 	index = add(index, imageOf(t, "unknown/unknown"), v1.Platform{OS: "unknown", Architecture: "unknown"})
@@ -456,7 +456,7 @@ func TestDockerConfig(t *testing.T) {
 	withPassword(srv, "me", "secret")
 	bin := t.TempDir()
 	helper := "#!/bin/sh\nread host\necho '{\"Username\":\"me\",\"Secret\":\"secret\"}'\n"
-	if err := os.WriteFile(filepath.Join(bin, "docker-credential-iiitest"), []byte(helper), 0o755); err != nil { //nolint:gosec // a program
+	if err := os.WriteFile(filepath.Join(bin, "docker-credential-iiitest"), []byte(helper), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	t.Setenv("PATH", bin+":"+os.Getenv("PATH"))
@@ -475,5 +475,20 @@ func TestDockerConfig(t *testing.T) {
 			continue
 		}
 		closeImage(t, img)
+	}
+}
+
+func TestBrokenCredentialHelper(t *testing.T) {
+	srv := newServer(t)
+	ref := srv.push(t, "app:1", simple(t, "1"))
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "config.json"), fmt.Appendf(nil, `{"credHelpers":{%q:"iii-is-not-there"}}`, srv.host), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("DOCKER_CONFIG", dir)
+	_, err := openStore(t, t.TempDir(), quick()).Ensure(t.Context(), ref, pull)
+	var bad *imagestore.CredentialsError
+	if !errors.As(err, &bad) || bad.Host != srv.host {
+		t.Errorf("error is %T %v, want a CredentialsError", err, err)
 	}
 }

@@ -195,6 +195,12 @@ func (r *resolver) pick() (v1.Descriptor, error) {
 	if len(tags) > 1 {
 		return v1.Descriptor{}, &LayoutError{Path: r.ref, Reason: "has several images: add one of the tags :" + strings.Join(tags, ", :")}
 	}
+	twin := func(c candidate) bool {
+		return c.desc.Digest != best.desc.Digest && c.desc.Platform.Variant == best.desc.Platform.Variant
+	}
+	if r.from.local() && slices.ContainsFunc(r.found, twin) {
+		return v1.Descriptor{}, &LayoutError{Path: r.ref, Reason: "has several images without a tag to tell them apart: write the layout anew with one"}
+	}
 	return best.desc, nil
 }
 
