@@ -45,7 +45,7 @@ func fakeQEMU(t *testing.T, script string) *floor {
 	if err := os.WriteFile(file, []byte("#!"+sh+"\n"+script), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	f, err := newFloor([]string{file, "-m", "512"}, t.TempDir(), "amd64", false)
+	f, err := newFloor([]string{file, "-m", "512"}, "/init.cpio")
 	if err != nil {
 		t.Fatal(err)
 	}

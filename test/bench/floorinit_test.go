@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -98,18 +99,17 @@ func TestFloorBootsAndEnds(t *testing.T) {
 		qemu, "-M", "q35,accel=tcg", "-m", "256", "-nodefaults", "-display", "none", "-no-reboot",
 		"-kernel", kernel.Image, "-append", "console=ttyS0 quiet panic=-1",
 	}
-	ends, err := newFloor(argv, t.TempDir(), kernel.Arch, false)
+	bare, err := newFloors(append(argv, "-initrd", "/nonexistent"), t.TempDir(), kernel.Arch)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if b, err := ends.run(ctx); err != nil || b.Init <= 0 || b.End <= b.Init {
+	if b, err := bare.ends.run(ctx); err != nil || b.Init <= 0 || b.End <= b.Init {
 		t.Errorf("got %+v, %v", b, err)
 	}
-	stays, err := newFloor(argv, t.TempDir(), kernel.Arch, true)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if size, err := stays.residentSize(ctx); err != nil || size < 64<<20 || size > 512<<20 {
+	if size, err := bare.stays.residentSize(ctx); err != nil || size < 64<<20 || size > 512<<20 {
 		t.Errorf("resident %d bytes, %v", size, err)
+	}
+	if size, err := bare.agent.residentSize(ctx); err == nil || !strings.Contains(err.Error(), "/nonexistent") {
+		t.Errorf("without an initramfs: resident %d bytes, %v", size, err)
 	}
 }

@@ -10,33 +10,60 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"time"
 )
 
 // floor is a bare QEMU: the binary, machine, kernel and kernel arguments that
-// our shim used, without our devices, with the smallest init there is.
+// our shim used, without our devices.
 type floor struct {
 	argv []string
 }
 
 // newFloor derives the floor from the command line of a QEMU that our shim
-// runs, so that both cannot drift apart, and writes its initramfs into dir.
-func newFloor(ours []string, dir, arch string, stay bool) (*floor, error) {
-	archive, err := floorInitramfs(arch, stay)
-	if err != nil {
-		return nil, err
-	}
-	file := filepath.Join(dir, fmt.Sprintf("floor-%v.cpio", stay))
-	if err := os.WriteFile(file, archive, 0o600); err != nil {
-		return nil, err
-	}
+// runs, so that both cannot drift apart, and gives it an initramfs.
+func newFloor(ours []string, initramfs string) (*floor, error) {
 	kept, err := bareArguments(ours)
 	if err != nil {
 		return nil, err
 	}
-	return &floor{argv: append(kept, "-initrd", file, "-serial", "stdio")}, nil
+	return &floor{argv: append(kept, "-initrd", initramfs, "-serial", "stdio")}, nil
+}
+
+// floors are the three that the measurements need.
+type floors struct {
+	// ends has the smallest init, which restarts the machine at once; stays has
+	// one that does nothing instead; agent has our initramfs, whose agent waits
+	// for a device that is not there.
+	ends, stays, agent *floor
+}
+
+func newFloors(ours []string, dir, arch string) (f floors, err error) {
+	for _, v := range []struct {
+		to   **floor
+		name string
+		stay bool
+	}{{&f.ends, "ends.cpio", false}, {&f.stays, "stays.cpio", true}} {
+		archive, err := floorInitramfs(arch, v.stay)
+		if err != nil {
+			return f, err
+		}
+		file := filepath.Join(dir, v.name)
+		if err := os.WriteFile(file, archive, 0o600); err != nil {
+			return f, err
+		}
+		if *v.to, err = newFloor(ours, file); err != nil {
+			return f, err
+		}
+	}
+	i := slices.Index(ours, "-initrd")
+	if i < 0 || i+1 == len(ours) {
+		return f, errors.New("our QEMU has no -initrd: the bench cannot boot the same guest")
+	}
+	f.agent, err = newFloor(ours, ours[i+1])
+	return f, err
 }
 
 // bareArguments keeps of a QEMU command line what makes the machine and drops
@@ -93,80 +120,69 @@ type boot struct {
 	End time.Duration
 }
 
-// run boots the floor to its end.
+// run boots the floor, whose init ends the machine, to its end.
 func (f *floor) run(ctx context.Context) (boot, error) {
-	var b boot
-	begin := time.Now()
-	err := f.start(ctx, func(*os.Process) error {
-		b.Init = time.Since(begin)
-		return nil
-	})
-	b.End = time.Since(begin)
-	return b, err
-}
-
-// residentSize boots the floor, whose init stays, and returns QEMU's resident
-// memory once it no longer grows.
-func (f *floor) residentSize(ctx context.Context) (int64, error) {
-	var size int64
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	errDone := errors.New("measured")
-	err := f.start(ctx, func(p *os.Process) error {
-		var err error
-		if size, err = settledRSS(ctx, p.Pid); err != nil {
-			return err
-		}
-		return errDone
-	})
-	if errors.Is(err, errDone) {
-		return size, nil
-	}
-	return 0, errors.Join(err, errors.New("the floor's QEMU ended by itself before it could be measured"))
-}
-
-// start runs QEMU until it exits; atInit is called once when the init has
-// printed its marker, and an error of it kills QEMU.
-func (f *floor) start(ctx context.Context, atInit func(*os.Process) error) error {
+	runtime.LockOSThread() // see dieWithParent
+	defer runtime.UnlockOSThread()
 	cmd := exec.CommandContext(ctx, f.argv[0], f.argv[1:]...)
+	cmd.SysProcAttr = dieWithParent()
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {
-		return err
+		return boot{}, err
 	}
+	var b boot
+	begin := time.Now()
 	if err := cmd.Start(); err != nil {
-		return err
+		return b, err
 	}
-	var seen bool
-	var hookErr error
 	console := bufio.NewScanner(out)
 	var last string
 	for console.Scan() {
 		last = console.Text()
-		if !seen && strings.Contains(last, strings.TrimSpace(marker)) {
-			seen = true
-			if hookErr = atInit(cmd.Process); hookErr != nil {
-				_ = cmd.Process.Kill() // Wait tells whether it is gone
-			}
+		if b.Init == 0 && strings.Contains(last, strings.TrimSpace(marker)) {
+			b.Init = time.Since(begin)
 		}
 	}
 	_, _ = io.Copy(io.Discard, out) // after a line that was too long
-	waitErr := cmd.Wait()
+	err = cmd.Wait()
+	b.End = time.Since(begin)
 	switch {
-	case hookErr != nil:
-		return hookErr
-	case waitErr != nil:
-		return fmt.Errorf("bare QEMU: %w: %s", waitErr, bytes.TrimSpace(stderr.Bytes()))
-	case !seen:
-		return fmt.Errorf("bare QEMU ended before its init ran; its last line was %q", last)
+	case err != nil:
+		return b, fmt.Errorf("bare QEMU: %w: %s", err, bytes.TrimSpace(stderr.Bytes()))
+	case b.Init == 0:
+		return b, fmt.Errorf("bare QEMU ended before its init ran; its last line was %q", last)
 	}
-	return nil
+	return b, nil
 }
 
-// settledRSS waits until a process's resident memory stays within 1 % for a
-// second, at most 30 s, and returns it in bytes.
+// residentSize boots the floor, whose init stays, and returns QEMU's resident
+// memory, in bytes, once it no longer grows.
+func (f *floor) residentSize(ctx context.Context) (int64, error) {
+	runtime.LockOSThread() // see dieWithParent
+	defer runtime.UnlockOSThread()
+	cmd := exec.CommandContext(ctx, f.argv[0], f.argv[1:]...)
+	cmd.SysProcAttr = dieWithParent()
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	if err := cmd.Start(); err != nil {
+		return 0, err
+	}
+	size, err := settledRSS(ctx, cmd.Process.Pid)
+	_ = cmd.Process.Kill() // what it is good for is told by Wait
+	waitErr := cmd.Wait()
+	if err != nil {
+		return 0, fmt.Errorf("bare QEMU: %w (%w): %s", err, waitErr, bytes.TrimSpace(stderr.Bytes()))
+	}
+	return size, nil
+}
+
+// settledRSS waits until a process's resident memory has stayed within 1 % for
+// 3 s, longer than any pause of a boot, and returns it in bytes. It gives up
+// after 30 s, before an agent that waits in vain would.
 func settledRSS(ctx context.Context, pid int) (int64, error) {
+	const window = 7
 	tick := time.NewTicker(500 * time.Millisecond)
 	defer tick.Stop()
 	var history []int64
@@ -176,7 +192,7 @@ func settledRSS(ctx context.Context, pid int) (int64, error) {
 			return 0, err
 		}
 		history = append(history, now)
-		if n := len(history); n >= 3 && slices.Max(history[n-3:])-slices.Min(history[n-3:]) <= now/100 {
+		if n := len(history); n >= window && slices.Max(history[n-window:])-slices.Min(history[n-window:]) <= now/100 {
 			return now, nil
 		}
 		select {

@@ -229,15 +229,11 @@ func (b *bench) measure(ctx context.Context, o options, dir string, probe []byte
 	if err != nil {
 		return nil, err
 	}
-	bare, err := newFloor(argv, dir, runtime.GOARCH, false)
+	bare, err := newFloors(argv, dir, runtime.GOARCH)
 	if err != nil {
 		return nil, err
 	}
-	staying, err := newFloor(argv, dir, runtime.GOARCH, true)
-	if err != nil {
-		return nil, err
-	}
-	rows, err = b.inGuest(ctx, o, m, status.VMMPID, staying, probe)
+	rows, err = b.inGuest(ctx, o, m, status.VMMPID, bare, probe)
 	if err != nil {
 		return nil, err
 	}
@@ -245,7 +241,7 @@ func (b *bench) measure(ctx context.Context, o options, dir string, probe []byte
 		return nil, err
 	}
 	if slices.Contains(o.only, "boot") {
-		boot, err := b.boots(ctx, bare)
+		boot, err := b.boots(ctx, bare.ends)
 		if err != nil {
 			return nil, err
 		}
@@ -256,14 +252,14 @@ func (b *bench) measure(ctx context.Context, o options, dir string, probe []byte
 
 // inGuest measures what a running VM shows: its memory first, before the other
 // measurements grow it.
-func (b *bench) inGuest(ctx context.Context, o options, m *vm.Machine, qemu int, staying *floor, probe []byte) ([]row, error) {
+func (b *bench) inGuest(ctx context.Context, o options, m *vm.Machine, qemu int, bare floors, probe []byte) ([]row, error) {
 	var rows []row
 	if slices.Contains(o.only, "memory") {
 		b.note("memory")
 		if err := succeed(ctx, m, "/bin/true"); err != nil {
 			return nil, err
 		}
-		list, err := memory(ctx, m, qemu, staying)
+		list, err := memory(ctx, m, qemu, bare)
 		if err != nil {
 			return nil, err
 		}
