@@ -127,7 +127,8 @@ func closeStdin(stdin *os.File) error {
 // prepareProcess sets what holds for the whole process and its VMM.
 func prepareProcess() error {
 	unix.Umask(0o077)
-	return errors.Join(raiseFileLimit())
+	// The VMM gets what it is given and nothing that a shell left open.
+	return errors.Join(closeOnExec(), raiseFileLimit())
 }
 
 // maxFiles is enough for every VM, and below what kernels refuse.

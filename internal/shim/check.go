@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	"golang.org/x/sys/unix"
 
@@ -40,6 +41,9 @@ func checkSpec(spec *bootspec.Spec) (env []byte, err error) {
 }
 
 func checkDir(dir string) error {
+	if !filepath.IsAbs(dir) {
+		return fmt.Errorf("dir: %q is not an absolute path", dir)
+	}
 	info, err := os.Lstat(dir)
 	if err != nil {
 		return fmt.Errorf("dir: %w: create it with mode 0700", err)

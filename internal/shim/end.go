@@ -101,6 +101,9 @@ func (r *run) explainGuest(end *bootspec.End, words *lastWords) {
 
 // report writes the end to the machine directory, whole or not at all.
 func (r *run) report(end bootspec.End) {
+	if !r.locked {
+		return // it may be that of another VM
+	}
 	body, err := json.Marshal(end)
 	if err == nil {
 		err = renameio.WriteFile(r.files.End(), append(body, '\n'), 0o600)

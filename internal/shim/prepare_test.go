@@ -110,6 +110,9 @@ func TestMachineDirectoryHasOneShim(t *testing.T) {
 	second.spec.Dir = first.spec.Dir
 	second.start()
 	second.expectEnd(bootspec.EndBadSpec, "belongs to a VM that runs")
+	if exists(filepath.Join(first.spec.Dir, "end.json")) {
+		t.Error("the second reported its end into the first one's directory")
+	}
 }
 
 func TestInheritedLockIsKeptUntilTheEnd(t *testing.T) {

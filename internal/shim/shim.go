@@ -127,6 +127,8 @@ type run struct {
 	wires  *wires
 	// env is the payload of the env frame.
 	env []byte
+	// locked tells that the machine directory is this run's.
+	locked bool
 }
 
 func newRun(spec *bootspec.Spec, opts Options, kill context.CancelCauseFunc) *run {
@@ -143,13 +145,16 @@ func newRun(spec *bootspec.Spec, opts Options, kill context.CancelCauseFunc) *ru
 
 // prepare does all that can fail before anything runs.
 func (r *run) prepare(ctx context.Context, undo *cleanup.Stack) error {
-	var err error
-	if r.env, err = checkSpec(r.spec); err != nil {
-		return bootspec.End{Class: bootspec.EndBadSpec, Message: oneLine(err.Error())}
-	}
+	env, specErr := checkSpec(r.spec)
+	// First, because only its holder may report into the directory.
 	if err := r.lockMachine(undo); err != nil {
 		return err
 	}
+	if specErr != nil {
+		return bootspec.End{Class: bootspec.EndBadSpec, Message: oneLine(specErr.Error())}
+	}
+	r.env = env
+	var err error
 	if err := r.opts.Hypervisor.Check(r.spec); err != nil {
 		return err
 	}
@@ -177,6 +182,9 @@ func (r *run) prepare(ctx context.Context, undo *cleanup.Stack) error {
 func (r *run) lockMachine(undo *cleanup.Stack) error {
 	lock := r.opts.Lock
 	if lock == nil {
+		if checkDir(r.spec.Dir) != nil {
+			return nil // checkSpec said so
+		}
 		var err error
 		if lock, err = openLock(r.files.Lock()); err != nil {
 			return bootspec.End{Class: bootspec.EndBadSpec, Message: oneLine(err.Error())}
@@ -191,6 +199,7 @@ func (r *run) lockMachine(undo *cleanup.Stack) error {
 			Message: fmt.Sprintf("machine directory %s belongs to a VM that runs: stop it, or give the spec another id, dir and socket", r.spec.Dir),
 		}
 	}
+	r.locked = err == nil
 	return err
 }
 
