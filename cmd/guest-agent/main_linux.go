@@ -18,9 +18,12 @@ import (
 // version is stamped by the build.
 var version = "0.2.0-dev"
 
-// memoryLimit makes the collector work harder above it: the guest's memory is
-// its user's.
-const memoryLimit = 48 << 20
+// The guest's memory is its user's: the heap, a few MiB, grows by little before
+// it is collected, and above memoryLimit by less.
+const (
+	gcPercent   = 40
+	memoryLimit = 32 << 20
+)
 
 func main() {
 	begun := time.Now()
@@ -32,6 +35,7 @@ func main() {
 		}
 		return
 	}
+	debug.SetGCPercent(gcPercent)
 	debug.SetMemoryLimit(memoryLimit)
 	boot.CatchSignals()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{ReplaceAttr: short}))

@@ -64,7 +64,7 @@ func TestSpawnErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	garbage := file + "x"
-	if err := os.WriteFile(garbage, []byte{1, 2, 3}, 0o700); err != nil { //nolint:gosec // a program must be executable
+	if err := os.WriteFile(garbage, []byte{1, 2, 3}, 0o700); err != nil {
 		t.Fatal(err)
 	}
 	for _, c := range []struct {

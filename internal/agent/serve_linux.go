@@ -82,7 +82,8 @@ func Serve(ctx context.Context, lis net.Listener, services ...func(grpc.ServiceR
 		}
 		break
 	}
-	<-failed
+	// After ctx's end it only tells that the server was stopped.
+	_ = <-failed
 	return nil
 }
 

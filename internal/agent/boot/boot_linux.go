@@ -161,7 +161,7 @@ func mountEarly() error {
 		{"proc", "/proc", "proc", unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC, ""},
 		{"sysfs", "/sys", "sysfs", unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC, ""},
 	} {
-		if err := os.MkdirAll(m.target, 0o755); err != nil {
+		if err := ensureDir(m.target, 0o755, false); err != nil {
 			return fmt.Errorf("mount %s: %w", m.target, err)
 		}
 		if err := m.do(); err != nil {
