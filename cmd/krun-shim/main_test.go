@@ -73,16 +73,16 @@ func playLauncher() int {
 	if err != nil {
 		panic(err)
 	}
-	_, _ = fmt.Println(child.PID()) //nolint:forbidigo // this is a program
+	_, _ = fmt.Println(child.PID())
 	_ = readyW.Close()
 	if _, err := readyR.Read(make([]byte, 1)); err == nil {
-		_, _ = fmt.Println("ready") //nolint:forbidigo // this is a program
+		_, _ = fmt.Println("ready")
 	}
 	if len(os.Args) > 3 {
 		_, _ = lifelineW.WriteString(os.Args[3])
 	}
 	<-child.Done()
-	_, _ = fmt.Println(child.Exit()) //nolint:forbidigo // this is a program
+	_, _ = fmt.Println(child.Exit())
 	_ = lifelineW.Close()
 	return 0
 }

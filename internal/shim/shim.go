@@ -147,8 +147,10 @@ func newRun(spec *bootspec.Spec, opts Options, kill context.CancelCauseFunc) *ru
 func (r *run) prepare(ctx context.Context, undo *cleanup.Stack) error {
 	env, specErr := checkSpec(r.spec)
 	// First, because only its holder may report into the directory.
-	if err := r.lockMachine(undo); err != nil {
-		return err
+	if checkDir(r.spec.Dir) == nil {
+		if err := r.lockMachine(undo); err != nil {
+			return err
+		}
 	}
 	if specErr != nil {
 		return bootspec.End{Class: bootspec.EndBadSpec, Message: oneLine(specErr.Error())}
@@ -182,9 +184,6 @@ func (r *run) prepare(ctx context.Context, undo *cleanup.Stack) error {
 func (r *run) lockMachine(undo *cleanup.Stack) error {
 	lock := r.opts.Lock
 	if lock == nil {
-		if checkDir(r.spec.Dir) != nil {
-			return nil // checkSpec said so
-		}
 		var err error
 		if lock, err = openLock(r.files.Lock()); err != nil {
 			return bootspec.End{Class: bootspec.EndBadSpec, Message: oneLine(err.Error())}

@@ -231,12 +231,16 @@ func TestEndsOfTheGuest(t *testing.T) {
 func TestStats(t *testing.T) {
 	t.Parallel()
 	v := newVM(t).start()
-	stats, err := v.control().Stats(v.context(), &shimv1.StatsRequest{})
-	if err != nil {
-		t.Fatal(err)
+	control, ctx := v.control(), v.context()
+	stats := &shimv1.StatsResponse{}
+	// The fake machine is this process, and asking takes CPU time.
+	for stats.GetCpuMs() == 0 {
+		var err error
+		if stats, err = control.Stats(ctx, &shimv1.StatsRequest{}); err != nil {
+			t.Fatal(err)
+		}
 	}
-	// The fake machine is this process.
-	if stats.GetCpuMs() == 0 || stats.GetRssBytes() < 1<<20 || stats.GetRssAnonBytes() > stats.GetRssBytes() ||
+	if stats.GetRssBytes() < 1<<20 || stats.GetRssAnonBytes() > stats.GetRssBytes() ||
 		stats.GetShimRssAnonBytes() == 0 || stats.GetUpperBytes() != 4096 {
 		t.Errorf("stats: %v", stats)
 	}
