@@ -373,3 +373,13 @@ func TestSizesAndSignalsArrive(t *testing.T) {
 		t.Errorf("%+v, %v", result, err)
 	}
 }
+
+func TestTooLongCommandIsRefused(t *testing.T) {
+	t.Parallel()
+	c := client(t, &stub{exec: func(guestv1.AgentService_ExecServer) error { return nil }})
+	_, err := c.Exec(bounded(t), guest.Command{Argv: []string{"echo", strings.Repeat("x", 1<<20)}}, guest.IO{})
+	var refused *guest.Error
+	if !errors.As(err, &refused) || refused.Code != codes.ResourceExhausted || !strings.Contains(err.Error(), "stdin") {
+		t.Errorf("error is %v", err)
+	}
+}

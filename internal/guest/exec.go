@@ -10,11 +10,17 @@ import (
 	"syscall"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+
 	guestv1 "github.com/iii-hq/workers/sandbox-libkrun/api/guest/v1"
 )
 
 // chunkSize is the most stdin one message carries (api/proto/guest/v1).
 const chunkSize = 64 << 10
+
+// maxStart is the most that a start may take: a message is at most 1 MiB.
+const maxStart = 1<<20 - 64
 
 // exitSlack is how long after its time limit a program's exit may be reported:
 // the kill, a pipe held open (1 s) and a slow emulated CPU. Later than that the
@@ -106,12 +112,19 @@ func (c *Client) Exec(ctx context.Context, cmd Command, with IO) (Result, error)
 		})
 		defer guard.Stop()
 	}
+	start := startMessage(cmd)
+	if n := proto.Size(start); n > maxStart {
+		return Result{}, &Error{
+			Op: "exec", Code: codes.ResourceExhausted,
+			Message: fmt.Sprintf("command line and environment have %d bytes, more than %d: pass the data on stdin or in a file", n, maxStart),
+		}
+	}
 	stream, err := c.api.Exec(ctx)
 	if err != nil {
 		return Result{}, callError(ctx, "exec", err)
 	}
 	in := &input{stream: stream}
-	in.send(&guestv1.ExecRequest{Request: &guestv1.ExecRequest_Start{Start: startMessage(cmd)}})
+	in.send(&guestv1.ExecRequest{Request: &guestv1.ExecRequest_Start{Start: start}})
 	if with.Stdin == nil {
 		in.sendEOF()
 	} else {

@@ -102,9 +102,7 @@ func (m *Machine) Release(label Label) error {
 // List returns the kept VMs of this user that are alive, oldest first. It first
 // removes what dead ones left.
 func (l *Launcher) List(ctx context.Context) ([]Record, error) {
-	if err := l.Collect(ctx); err != nil {
-		return nil, err
-	}
+	l.tidy(ctx)
 	entries, err := os.ReadDir(l.roots.Machines())
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil

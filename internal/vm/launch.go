@@ -82,6 +82,7 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 	}
 
 	timeout := l.timeout(spec.VMM)
+	caller := ctx
 	ctx, cancel := context.WithDeadlineCause(ctx, admitted.Add(timeout), fmt.Errorf("%w (%v)", ErrBootTimeout, timeout))
 	defer cancel()
 	_, m, err := newMachine(l, dir)
@@ -92,19 +93,22 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 	m.process, err = l.driver.Start(ctx, spec, dir.lock)
 	if err != nil {
 		cause := contextCause(ctx, err)
-		return nil, errors.Join(l.bootError(spec, cause, ReadTails(dir.Machine)), m.conn.Close())
+		return nil, errors.Join(l.bootError(caller, spec, cause, ReadTails(dir.Machine)), m.conn.Close())
 	}
 	// From here on the machine removes the directory when the process ends.
 	undo.Release()
 	go m.watch()
 	if m.info, err = m.awaitHello(ctx); err != nil {
-		return nil, m.giveUp(err)
+		return nil, m.giveUp(caller, err)
+	}
+	for _, warning := range m.info.Warnings {
+		l.log.Warn("a guest booted with a fault", "vm_id", dir.id, "fault", warning)
 	}
 	return m, nil
 }
 
 // giveUp ends a VM that did not come up because of cause.
-func (m *Machine) giveUp(cause error) error {
+func (m *Machine) giveUp(caller context.Context, cause error) error {
 	err := m.end()
 	tails := ReadTails(m.dir.Machine)
 	if ended := (*EndError)(nil); errors.As(m.End(), &ended) {
@@ -113,7 +117,7 @@ func (m *Machine) giveUp(cause error) error {
 	if ended := (*EndError)(nil); errors.As(cause, &ended) {
 		cause = ended.End
 	}
-	boot := m.launcher.bootError(m.spec, cause, tails)
+	boot := m.launcher.bootError(caller, m.spec, cause, tails)
 	if err != nil {
 		return errors.Join(err, boot)
 	}
@@ -178,10 +182,12 @@ func saveSpec(path string, spec *bootspec.Spec) error {
 	return renameio.WriteFile(path, append(body, '\n'), 0o600)
 }
 
-func (l *Launcher) bootError(spec *bootspec.Spec, cause error, tails Tails) *BootError {
+// bootError describes a boot that failed, and keeps its spec unless the caller
+// cancelled it: nobody will want to replay that one.
+func (l *Launcher) bootError(caller context.Context, spec *bootspec.Spec, cause error, tails Tails) *BootError {
 	e := &BootError{ID: spec.ID, Cause: cause, Tails: tails}
-	if errors.Is(cause, context.Canceled) {
-		return e // nobody will want to replay it
+	if errors.Is(caller.Err(), context.Canceled) {
+		return e
 	}
 	path, err := l.keepSpec(spec)
 	if err != nil {

@@ -34,9 +34,7 @@ func (l *Launcher) claim(ctx context.Context, id string) (_ *machineDir, err err
 			return nil, err
 		}
 	}
-	if err := l.Collect(ctx); err != nil {
-		return nil, err
-	}
+	l.tidy(ctx)
 	fence, err := l.fence(ctx, false)
 	if err != nil {
 		return nil, err
@@ -147,6 +145,13 @@ func newID() (string, error) {
 		return "", err
 	}
 	return hex.EncodeToString(raw[:]), nil
+}
+
+// tidy collects; what cannot be collected is in nobody's way.
+func (l *Launcher) tidy(ctx context.Context) {
+	if err := l.Collect(ctx); err != nil && ctx.Err() == nil {
+		l.log.Warn("remove what dead vms left", "error", err)
+	}
 }
 
 // Collect removes the machine directories, and their sockets, that neither a

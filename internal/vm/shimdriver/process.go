@@ -94,6 +94,9 @@ func (p *process) classify() bootspec.End {
 		if !found {
 			message = fmt.Sprintf("its shim ended with status %d and without a report%s", exit.Code, p.lastWords())
 		}
+		if !found && class == bootspec.EndGuest {
+			class = bootspec.EndCrashed // 0 alone proves nothing
+		}
 		end.Class, end.Message = class, message
 	default:
 		end.Class, end.Message = bootspec.EndRefused, fmt.Sprintf("its shim ended with status %d%s", exit.Code, p.lastWords())

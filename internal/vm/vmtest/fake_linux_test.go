@@ -3,6 +3,7 @@ package vmtest_test
 import (
 	"context"
 	"errors"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -87,6 +88,9 @@ func TestCancelAtEachStep(t *testing.T) {
 			_, err := e.Launcher(t).Launch(ctx, e.Request())
 			if !errors.Is(err, cause) || !strings.Contains(err.Error(), "fake: "+string(at)) {
 				t.Errorf("error is %v", err)
+			}
+			if _, err := os.Stat(e.Roots.FailedSpecs()); err == nil {
+				t.Error("the spec of a cancelled boot is kept")
 			}
 			checkNext(t, e)
 		})
