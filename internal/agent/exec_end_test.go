@@ -7,9 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os/exec"
 	"runtime"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -152,7 +153,11 @@ func TestBackgroundChild(t *testing.T) {
 	if !alive(o.stdout) {
 		t.Error("a background child without our pipes is gone")
 	}
-	if err := exec.CommandContext(t.Context(), "kill", "-9", strings.TrimSpace(o.stdout)).Run(); err != nil {
+	pid, err := strconv.Atoi(strings.TrimSpace(o.stdout))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
 		t.Error(err)
 	}
 }
@@ -184,9 +189,8 @@ func TestTimeout(t *testing.T) {
 			if o.stdout == "" {
 				t.Error("output from before the time-out is lost")
 			}
-			if alive(o.stdout) {
-				t.Error("a process of the group is alive")
-			}
+			// They were killed; on a busy host they take their time to die.
+			eventually(t, func() bool { return !alive(o.stdout) })
 			if took := time.Since(begun); took > 30*time.Second {
 				t.Errorf("it took %v", took)
 			}

@@ -17,6 +17,14 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
 
+// sleepForEver waits for a signal that kills. A bare select would not do: the
+// runtime of a child with nothing else to run calls that a deadlock and ends it.
+func sleepForEver() {
+	for {
+		_ = syscall.Pause()
+	}
+}
+
 // The test binary plays the children: PROC_TEST names the part.
 func TestMain(m *testing.M) {
 	switch os.Getenv("PROC_TEST") {
@@ -26,7 +34,7 @@ func TestMain(m *testing.M) {
 		os.Exit(7)
 	case "suicide":
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
-		select {}
+		sleepForEver()
 	case "environ":
 		fmt.Println(strings.Join(os.Environ(), " "))
 		for fd := 3; fd < 256; fd++ {
@@ -42,7 +50,7 @@ func TestMain(m *testing.M) {
 		}
 	case "sleeper":
 		fmt.Println(os.Getpid())
-		select {}
+		sleepForEver()
 	case "family":
 		// A child of the child, in its group, that ignores what can be ignored.
 		signal.Ignore(syscall.SIGTERM, syscall.SIGHUP)
@@ -56,7 +64,7 @@ func TestMain(m *testing.M) {
 			_, _ = io.ReadAll(os.Stdin)
 			os.Exit(0)
 		}
-		select {}
+		sleepForEver()
 	}
 	os.Exit(0)
 }
@@ -137,7 +145,7 @@ func TestChildGetsOnlyWhatItIsGiven(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }()
 	// What this process got from its own parent is not the child's either.
 	leak, err := syscall.Dup(int(file.Fd()))
 	if err != nil {
@@ -201,7 +209,7 @@ func TestLeaderThatLeavesTakesItsGroupWithIt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer stdin.Close()
+	defer func() { _ = stdin.Close() }()
 	p, out := start(t, proc.Command{Stdin: stdin}, "family", "LEAVE=1")
 	grandchild, err := proc.Identify(number(t, out))
 	if err != nil {
