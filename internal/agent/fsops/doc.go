@@ -10,9 +10,10 @@
 // system calls; one that the kernel does not answer is the caller's to abandon.
 //
 // Files are replaced by a new one that takes the name in one step. While it is
-// written it has no name where the file system can do that; else, and while a
-// tree is copied between file systems, it is named ".iii-tmp-*" next to its
-// place, and is removed on every failure.
+// written it has no name where the file system can do that; else (an overlay of
+// Linux 6.1), and while a tree is copied between file systems, it is named
+// ".iii-tmp-*" next to its place and is removed on every failure; only the end of
+// the VM itself can leave it.
 //
 // The package needs Linux and a mounted /proc.
 package fsops

@@ -13,8 +13,9 @@ import (
 // to move into. Without overwrite dst must not exist; a dangling link there does
 // not count and is replaced. Between file systems, and where an overlay cannot
 // rename a directory, the tree is copied with modes, owners, times, extended
-// attributes, links and special files, the copy takes dst's place in one step,
-// and src is removed. Until that step src is whole and dst as it was.
+// attributes (as far as dst's file system has them; see copyXattrs), links and
+// special files, the copy takes dst's place in one step, and src is removed.
+// Until that step src is whole and dst as it was.
 func Move(ctx context.Context, src, dst string, overwrite bool) error {
 	from, err := resolve(src)
 	if err != nil {

@@ -144,7 +144,12 @@ func TestWrite_NothingIsSeenBeforeCommit(t *testing.T) {
 		check(t, err)
 		_, err = u.Write([]byte(strings.Repeat("new", 100_000)))
 		check(t, err)
-		wantNames(t, dir, "f") // not even a temporary name: a crash here leaves nothing
+		if fd, err := unix.Open(dir, unix.O_TMPFILE|unix.O_RDWR, 0o600); err == nil {
+			check(t, unix.Close(fd))
+			wantNames(t, dir, "f") // not even a temporary name: a crash here leaves nothing
+		} else {
+			t.Logf("no nameless files in %s: %v", dir, err) // an overlay of Linux 6.1, for one
+		}
 		if content(t, dir+"/f") != "old" {
 			t.Error("the old content is gone")
 		}
