@@ -5,7 +5,7 @@
 #
 #   build  what `make build` needs: a C compiler for krun-shim
 #   run    what a sandbox needs on a host without hardware virtualization: QEMU
-#   test   what the tests check our disk images against
+#   test   what the tests compare our own work with
 #
 # As root on Debian or Ubuntu the missing packages are installed with apt-get,
 # without a question. Elsewhere they are named, and the script succeeds: the
@@ -44,6 +44,8 @@ for group in "$@"; do
 	test)
 		need fsck.erofs erofs-utils
 		need mkfs.ext4 e2fsprogs
+		need xz xz-utils
+		need git git
 		;;
 	*)
 		echo "deps: no group named $group: use build, run, test" >&2

@@ -1,13 +1,14 @@
 #!/bin/sh
 # Every test. Where QEMU cannot run its VMs this fails rather than skips; set
-# VMTEST_REQUIRE= (empty) to allow the skip.
+# VMTEST_REQUIRE= (empty) to allow the skip. III_TEST_IMAGES= (empty) skips the
+# build of a whole image, which needs the network.
 #
 # usage: test.sh [go test flag or package ...]
 set -eu
 cd "$(dirname "$0")/.."
 . build/step.sh
-: "${GO:=go}" "${MAKE:=make}" "${VMTEST_REQUIRE=qemu}"
-export VMTEST_REQUIRE
+: "${GO:=go}" "${MAKE:=make}" "${VMTEST_REQUIRE=qemu}" "${III_TEST_IMAGES=1}"
+export VMTEST_REQUIRE III_TEST_IMAGES
 
 step 'system packages' sh build/deps.sh build run test
 step 'build adapter, krun-shim, guest-agent' "$MAKE" build
