@@ -18,20 +18,20 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup proc agentlink bootspec erofs agent/rexp ->
+fault layout cleanup flock proc agentlink bootspec erofs agent/rexp ->
 
 # Data and single outside things.
 catalog    -> fault
 # layout for its check that a directory is the user's own.
-imagestore -> cleanup erofs layout
-vmassets   -> layout
+imagestore -> cleanup erofs flock layout
+vmassets   -> flock layout
 # agentlink for the version of the protocol.
 guest      -> agentlink api/guest/v1 fault
 
 # The VM, host side. vm finds a kept VM's shim by its identity, from proc.
-vm             -> api/shim/v1 bootspec cleanup guest layout proc
+vm             -> api/shim/v1 bootspec cleanup flock guest layout proc
 vm/shimdriver  -> bootspec cleanup layout proc vm vmassets
-shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup layout
+shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layout
 # agentlink for the names of the console ports. QEMU must die with the shim and
 # in no other way, so proc, whose children outlive calls, is not for it.
 shim/qemu      -> agentlink bootspec shim

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -186,7 +187,10 @@ func (a *App) hasLayout(roots layout.Roots, name string) bool {
 }
 
 func (a *App) images(roots layout.Roots) (*imagestore.Store, error) {
-	return imagestore.Open(roots.Images(), imagestore.Options{Log: a.logger(), LayoutDir: a.imageLayouts(roots)})
+	return imagestore.Open(roots.Images(), imagestore.Options{
+		Log: a.logger(), LayoutDir: a.imageLayouts(roots),
+		InsecureRegistries: strings.FieldsFunc(a.Getenv("III_INSECURE_REGISTRIES"), func(r rune) bool { return r == ',' || r == ' ' }),
+	})
 }
 
 // system is what the sandbox commands work with.

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/erofs"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // downloads is how many layers come in at one time, as with docker.
@@ -262,7 +263,7 @@ func (f *filler) publish(ctx context.Context, lower *os.File, rec record) (*Imag
 	if err := f.work.writeJSON(f.work.join("image/"+fileRecord), rec); err != nil {
 		return nil, err
 	}
-	if err := tryLock(lower, unix.LOCK_SH); err != nil {
+	if err := flock.Try(lower, flock.Shared); err != nil {
 		return nil, err
 	}
 	s, target := f.store, f.store.imageDir(f.image.digest)

@@ -11,6 +11,8 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // recordVersion is the version of image.json and of how lowers are written. An
@@ -103,7 +105,7 @@ func (s *Store) open(ctx context.Context, digest v1.Hash, ref string) (*Image, e
 func newImage(lower *os.File, rec record, ref string) *Image {
 	return &Image{
 		Ref: ref, Digest: rec.Digest, Lower: lower.Name(), Config: rec.Config, Size: rec.Size,
-		Unpacked: rec.Unpacked, Inodes: rec.Inodes, close: sync.OnceValue(func() error { return unlock(lower) }),
+		Unpacked: rec.Unpacked, Inodes: rec.Inodes, close: sync.OnceValue(func() error { return flock.Unlock(lower) }),
 	}
 }
 
@@ -111,7 +113,7 @@ func newImage(lower *os.File, rec record, ref string) *Image {
 func (s *Store) secure(ctx context.Context, lower *os.File, rec record) error {
 	// Somebody else has it exclusively only while looking whether it is in use, or
 	// removing it.
-	if err := waitLocked(ctx, func() error { return tryLock(lower, unix.LOCK_SH) }); err != nil {
+	if err := flock.Wait(ctx, lower, flock.Shared); err != nil {
 		return err
 	}
 	there, err := stillThere(lower)

@@ -9,37 +9,13 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // lockPause is the pause between two tries for a lock: flock cannot both wait and
 // be cancelled. Waiting for a pull may take minutes, so 25 ms is nothing.
 const lockPause = 25 * time.Millisecond
-
-var errLocked = errors.New("locked by another process")
-
-// tryLock flocks f without waiting: unix.LOCK_SH or LOCK_EX. It is freed when f is
-// closed. errLocked means that somebody holds it.
-func tryLock(f *os.File, how int) error {
-	for {
-		err := unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case errors.Is(err, unix.EWOULDBLOCK):
-			return errLocked
-		case err != nil:
-			return &fs.PathError{Op: "flock", Path: f.Name(), Err: err}
-		default:
-			return nil
-		}
-	}
-}
-
-// unlock frees f's lock and closes it. Closing alone would leave the lock to the
-// duplicate that a child forked by another goroutine has until it runs its program.
-func unlock(f *os.File) error {
-	err := unix.Flock(int(f.Fd()), unix.LOCK_UN)
-	return errors.Join(err, f.Close())
-}
 
 // stillThere reports whether f's path leads to f: a lock on a file that was
 // removed meanwhile protects nothing.
@@ -86,7 +62,7 @@ func acquire(ctx context.Context, path string, waiting func(*Progress)) (*workLo
 			return nil, err
 		}
 		for {
-			if err = tryLock(f, unix.LOCK_EX); !errors.Is(err, errLocked) {
+			if err = flock.Try(f, flock.Exclusive); !errors.Is(err, flock.ErrLocked) {
 				break
 			}
 			waiting(readNote(f))
@@ -101,7 +77,7 @@ func acquire(ctx context.Context, path string, waiting func(*Progress)) (*workLo
 		if ok {
 			return &workLock{f}, nil
 		}
-		if err := errors.Join(err, unlock(f)); err != nil {
+		if err := errors.Join(err, flock.Unlock(f)); err != nil {
 			return nil, err
 		}
 	}
@@ -133,5 +109,5 @@ func readNote(f *os.File) *Progress {
 
 // release frees the lock. The file stays, without a note.
 func (l *workLock) release() error {
-	return errors.Join(l.file.Truncate(0), unlock(l.file))
+	return errors.Join(l.file.Truncate(0), flock.Unlock(l.file))
 }

@@ -13,6 +13,8 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // Entry is an image in the store.
@@ -96,24 +98,24 @@ func (s *Store) entry(digest v1.Hash) (Entry, error) {
 		return Entry{}, err
 	}
 	lower, err := s.claim(digest)
-	if errors.Is(err, errLocked) {
+	if errors.Is(err, flock.ErrLocked) {
 		e.InUse = true
 		return e, nil
 	}
 	if err != nil {
 		return Entry{}, err
 	}
-	return e, unlock(lower)
+	return e, flock.Unlock(lower)
 }
 
-// claim locks an image's lower exclusively: errLocked when it is in use,
+// claim locks an image's lower exclusively: flock.ErrLocked when it is in use,
 // fs.ErrNotExist when it is gone. Who opens images waits that long.
 func (s *Store) claim(digest v1.Hash) (*os.File, error) {
 	lower, err := os.OpenFile(filepath.Join(s.imageDir(digest), fileLower), os.O_RDONLY|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, err
 	}
-	err = tryLock(lower, unix.LOCK_EX)
+	err = flock.Try(lower, flock.Exclusive)
 	if err == nil {
 		var ok bool
 		if ok, err = stillThere(lower); ok {
@@ -123,7 +125,7 @@ func (s *Store) claim(digest v1.Hash) (*os.File, error) {
 			err = fs.ErrNotExist
 		}
 	}
-	return nil, errors.Join(err, unlock(lower))
+	return nil, errors.Join(err, flock.Unlock(lower))
 }
 
 // refs reads all records of references. Damaged ones are left out.
@@ -215,7 +217,7 @@ func (s *Store) evict(ctx context.Context, digest v1.Hash, referenced bool) erro
 		return context.Cause(ctx)
 	}
 	lower, err := s.claim(digest)
-	if errors.Is(err, errLocked) {
+	if errors.Is(err, flock.ErrLocked) {
 		return &InUseError{Digest: digest.String(), By: "a running VM or a pull"}
 	}
 	if err != nil {
@@ -236,7 +238,7 @@ func (s *Store) evict(ctx context.Context, digest v1.Hash, referenced bool) erro
 	if err == nil {
 		err = s.withWork(func(w *workDir) error { return os.Rename(dir, w.join("evicted")) })
 	}
-	return errors.Join(err, unlock(lower))
+	return errors.Join(err, flock.Unlock(lower))
 }
 
 // GCOptions of [Store.GC].
@@ -338,8 +340,8 @@ func (s *Store) whenUnlocked(key string, f func() error) error {
 	if err != nil {
 		return err
 	}
-	err = tryLock(file, unix.LOCK_EX)
-	if errors.Is(err, errLocked) {
+	err = flock.Try(file, flock.Exclusive)
+	if errors.Is(err, flock.ErrLocked) {
 		return file.Close()
 	}
 	if err == nil {

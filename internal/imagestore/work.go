@@ -1,7 +1,6 @@
 package imagestore
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +10,8 @@ import (
 
 	"github.com/google/renameio/v2"
 	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // workDir is a directory in tmp that is flocked while it is being used.
@@ -30,7 +31,7 @@ func (s *Store) newWork() (*workDir, error) {
 		if err == nil {
 			return &workDir{path: path, lock: f}, nil
 		}
-		if !errors.Is(err, errLocked) && !errors.Is(err, fs.ErrNotExist) {
+		if !errors.Is(err, flock.ErrLocked) && !errors.Is(err, fs.ErrNotExist) {
 			return nil, err
 		}
 		// A collector got in between: it removes the directory, we take another.
@@ -44,7 +45,7 @@ func lockDir(path string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = tryLock(f, unix.LOCK_EX)
+	err = flock.Try(f, flock.Exclusive)
 	if err == nil {
 		var ok bool
 		if ok, err = stillThere(f); ok {
@@ -79,7 +80,7 @@ func (s *Store) collectLeftovers() (int, error) {
 			continue // nothing of ours
 		}
 		lock, err := lockDir(path)
-		if errors.Is(err, errLocked) || errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(err, flock.ErrLocked) || errors.Is(err, fs.ErrNotExist) {
 			continue
 		}
 		if err != nil {
@@ -127,18 +128,4 @@ func readJSON(path string, v any) error {
 		return fmt.Errorf("%s: %w", path, err)
 	}
 	return nil
-}
-
-// waitLocked calls try until it returns something else than errLocked. It is for
-// locks that are held for no longer than a system call or two.
-func waitLocked(ctx context.Context, try func() error) error {
-	for {
-		err := try()
-		if !errors.Is(err, errLocked) {
-			return err
-		}
-		if err := pause(ctx, lockPause/5); err != nil {
-			return err
-		}
-	}
 }

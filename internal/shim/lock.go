@@ -7,9 +7,8 @@ import (
 	"os"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // A disk's last user may still be dying when the next one comes.
@@ -18,35 +17,6 @@ const (
 	lockRetry    = 50 * time.Millisecond
 )
 
-// errLocked tells that another open file holds the lock.
-var errLocked = errors.New("locked")
-
-// openLock opens a lock file, made 0600 where missing.
-func openLock(path string) (*os.File, error) {
-	return os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-}
-
-// tryLock flocks f without waiting; errLocked when somebody else has it. The
-// kernel frees it when the last duplicate of f is closed.
-func tryLock(f *os.File, exclusive bool) error {
-	how := unix.LOCK_SH
-	if exclusive {
-		how = unix.LOCK_EX
-	}
-	for {
-		err := unix.Flock(int(f.Fd()), how|unix.LOCK_NB)
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case errors.Is(err, unix.EWOULDBLOCK):
-			return errLocked
-		case err != nil:
-			return &os.PathError{Op: "flock", Path: f.Name(), Err: err}
-		default:
-			return nil
-		}
-	}
-}
-
 // lockDisk locks the image as long as the returned file is open: shared for a
 // read-only one, else exclusively, because two guests on one ext4 destroy it.
 func lockDisk(ctx context.Context, disk bootspec.Disk) (*os.File, error) {
@@ -54,19 +24,23 @@ func lockDisk(ctx context.Context, disk bootspec.Disk) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
+	kind := flock.Exclusive
+	if disk.ReadOnly {
+		kind = flock.Shared
+	}
 	deadline := time.Now().Add(lockPatience)
 	for {
-		err := tryLock(file, !disk.ReadOnly)
+		err := flock.Try(file, kind)
 		if err == nil {
 			return file, nil
 		}
-		if errors.Is(err, errLocked) && time.Now().After(deadline) {
+		if errors.Is(err, flock.ErrLocked) && time.Now().After(deadline) {
 			err = bootspec.End{
 				Class:   bootspec.EndRefused,
 				Message: fmt.Sprintf("disk %s is in use by another VM: stop that one first", disk.Path),
 			}
 		}
-		if !errors.Is(err, errLocked) {
+		if !errors.Is(err, flock.ErrLocked) {
 			_ = file.Close()
 			return nil, err
 		}

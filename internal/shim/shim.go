@@ -21,6 +21,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 )
 
@@ -185,14 +186,14 @@ func (r *run) lockMachine(undo *cleanup.Stack) error {
 	lock := r.opts.Lock
 	if lock == nil {
 		var err error
-		if lock, err = openLock(r.files.Lock()); err != nil {
+		if lock, err = flock.Open(r.files.Lock()); err != nil {
 			return bootspec.End{Class: bootspec.EndBadSpec, Message: oneLine(err.Error())}
 		}
 		undo.Add(lock.Close)
 	}
 	// On the launcher's own open file this changes nothing.
-	err := tryLock(lock, true)
-	if errors.Is(err, errLocked) {
+	err := flock.Try(lock, flock.Exclusive)
+	if errors.Is(err, flock.ErrLocked) {
 		return bootspec.End{
 			Class:   bootspec.EndBadSpec,
 			Message: fmt.Sprintf("machine directory %s belongs to a VM that runs: stop it, or give the spec another id, dir and socket", r.spec.Dir),

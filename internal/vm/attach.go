@@ -10,6 +10,7 @@ import (
 
 	shimv1 "github.com/iii-hq/workers/sandbox-libkrun/api/shim/v1"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
@@ -115,7 +116,7 @@ func (f *foreign) waitGone(ctx context.Context) error {
 		if err == nil {
 			return lock.Close()
 		}
-		if !errors.Is(err, errLocked) {
+		if !errors.Is(err, flock.ErrLocked) {
 			return nil
 		}
 		if err := pause(ctx, lockRetry); err != nil {

@@ -12,6 +12,7 @@ import (
 
 	shimv1 "github.com/iii-hq/workers/sandbox-libkrun/api/shim/v1"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/guest"
 )
 
@@ -98,7 +99,7 @@ func (m *Machine) removeFiles() error {
 		return m.dir.remove()
 	}
 	lock, err := lockExisting(m.dir.Machine)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errLocked) {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, flock.ErrLocked) {
 		return nil // the shim or a collector was or is at it
 	}
 	if err != nil {

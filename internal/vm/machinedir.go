@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 )
 
@@ -35,7 +36,7 @@ func (l *Launcher) claim(ctx context.Context, id string) (_ *machineDir, err err
 		}
 	}
 	l.tidy(ctx)
-	fence, err := l.fence(ctx, false)
+	fence, err := l.fence(ctx, flock.Shared)
 	if err != nil {
 		return nil, err
 	}
@@ -57,12 +58,12 @@ func (l *Launcher) claim(ctx context.Context, id string) (_ *machineDir, err err
 
 // fence takes the lock that keeps makers and collectors of machine directories
 // apart. The caller closes it.
-func (l *Launcher) fence(ctx context.Context, exclusive bool) (*os.File, error) {
-	file, err := openLock(l.roots.MachinesLock())
+func (l *Launcher) fence(ctx context.Context, kind flock.Kind) (*os.File, error) {
+	file, err := flock.Open(l.roots.MachinesLock())
 	if err != nil {
 		return nil, err
 	}
-	if err := waitLock(ctx, file, exclusive); err != nil {
+	if err := flock.Wait(ctx, file, kind); err != nil {
 		_ = file.Close()
 		return nil, err
 	}
@@ -84,12 +85,12 @@ func (l *Launcher) makeDir(id string) (_ *machineDir, err error) {
 		return nil, err
 	}
 	undo.Add(func() error { return os.RemoveAll(files.Dir) })
-	lock, err := openLock(files.Lock())
+	lock, err := flock.Open(files.Lock())
 	if err != nil {
 		return nil, err
 	}
 	undo.Add(lock.Close)
-	if err := tryLock(lock, true); err != nil {
+	if err := flock.Try(lock, flock.Exclusive); err != nil {
 		return nil, fmt.Errorf("lock new machine directory %s: %w", files.Dir, err)
 	}
 	return &machineDir{Machine: files, id: id, lock: lock}, nil
@@ -109,7 +110,7 @@ func removeFiles(files layout.Machine) error {
 	return errors.Join(err, os.RemoveAll(files.Dir))
 }
 
-// lockExisting takes the lock of a directory that somebody else made: errLocked
+// lockExisting takes the lock of a directory that somebody else made: flock.ErrLocked
 // while its VM lives, fs.ErrNotExist where there is none.
 func lockExisting(files layout.Machine) (_ *os.File, err error) {
 	lock, err := os.OpenFile(files.Lock(), os.O_RDWR|unix.O_NOFOLLOW, 0)
@@ -119,7 +120,7 @@ func lockExisting(files layout.Machine) (_ *os.File, err error) {
 	var undo cleanup.Stack
 	defer func() { err = undo.RunOnError(err) }()
 	undo.Add(lock.Close)
-	if err := tryLock(lock, true); err != nil {
+	if err := flock.Try(lock, flock.Exclusive); err != nil {
 		return nil, err
 	}
 	// Directory and lock may have been removed, and even made anew, between
@@ -133,7 +134,7 @@ func lockExisting(files layout.Machine) (_ *os.File, err error) {
 		return nil, err
 	}
 	if !os.SameFile(mine, current) {
-		return nil, errLocked
+		return nil, flock.ErrLocked
 	}
 	return lock, nil
 }
@@ -178,7 +179,7 @@ func (l *Launcher) claimDead(ctx context.Context) ([]*machineDir, error) {
 	if err != nil {
 		return nil, err
 	}
-	fence, err := l.fence(ctx, true)
+	fence, err := l.fence(ctx, flock.Exclusive)
 	if err != nil {
 		return nil, err
 	}
@@ -199,7 +200,7 @@ func (l *Launcher) claimDead(ctx context.Context) ([]*machineDir, error) {
 			// Its maker died before the lock was there, or it is being removed;
 			// nobody can be making it while we hold the fence.
 			errs = append(errs, removeFiles(files))
-		case errors.Is(err, errLocked): // it lives
+		case errors.Is(err, flock.ErrLocked): // it lives
 		default:
 			errs = append(errs, err)
 		}

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // slots limits how many boots go on at one time, in this process and over all
@@ -37,7 +39,7 @@ func (s *slots) acquire(ctx context.Context) (release func(), err error) {
 				_ = file.Close() // nothing was written; closing frees the lock
 				<-s.own
 			}, nil
-		case errors.Is(err, errLocked):
+		case errors.Is(err, flock.ErrLocked):
 			err = pause(ctx, lockRetry)
 		}
 		if err != nil {
@@ -51,17 +53,17 @@ func (s *slots) acquire(ctx context.Context) (release func(), err error) {
 // same name would be another lock.
 func (s *slots) try() (*os.File, error) {
 	for n := range cap(s.own) {
-		file, err := openLock(s.path(n))
+		file, err := flock.Open(s.path(n))
 		if err != nil {
 			return nil, err
 		}
-		if err = tryLock(file, true); err == nil {
+		if err = flock.Try(file, flock.Exclusive); err == nil {
 			return file, nil
 		}
 		_ = file.Close()
-		if !errors.Is(err, errLocked) {
+		if !errors.Is(err, flock.ErrLocked) {
 			return nil, err
 		}
 	}
-	return nil, errLocked
+	return nil, flock.ErrLocked
 }

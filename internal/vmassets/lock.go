@@ -7,19 +7,14 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 )
 
 const (
 	lockName   = "lock"
 	tempPrefix = ".tmp-"
-	// lockPoll is how often a waiting process asks for the lock again: flock
-	// itself cannot be ended by a context.
-	lockPoll = 25 * time.Millisecond
 )
 
 // lockDir creates dir, takes its lock exclusively and removes what a process
@@ -30,42 +25,24 @@ func lockDir(ctx context.Context, dir string, waiting func()) (*os.File, error) 
 	if err := layout.MakePrivate(dir); err != nil {
 		return nil, err
 	}
-	f, err := os.OpenFile(filepath.Join(dir, lockName), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	f, err := flock.Open(filepath.Join(dir, lockName))
 	if err != nil {
 		return nil, err
 	}
-	if err := waitLock(ctx, f, waiting); err != nil {
+	err = flock.Try(f, flock.Exclusive)
+	if errors.Is(err, flock.ErrLocked) {
+		if waiting != nil {
+			waiting()
+		}
+		err = flock.Wait(ctx, f, flock.Exclusive)
+	}
+	if err != nil {
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", f.Name(), err), f.Close())
 	}
 	if err := sweep(dir); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
-}
-
-func waitLock(ctx context.Context, f *os.File, waiting func()) error {
-	tick := time.NewTicker(lockPoll)
-	defer tick.Stop()
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		switch {
-		case err == nil:
-			return nil
-		case errors.Is(err, unix.EINTR):
-			continue
-		case !errors.Is(err, unix.EWOULDBLOCK):
-			return err
-		}
-		if waiting != nil {
-			waiting()
-			waiting = nil
-		}
-		select {
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		case <-tick.C:
-		}
-	}
 }
 
 // sweep removes the temporary files and directories in dir.
