@@ -64,6 +64,9 @@ func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error
 	if err := mountEarly(); err != nil {
 		return nil, err
 	}
+	if err := calmMonitor(); err != nil {
+		g.warn("runtime monitor", err)
+	}
 	if err := loadModules("/modules"); err != nil {
 		return nil, err
 	}
@@ -149,9 +152,13 @@ func (g *Guest) settle() {
 		{"limit on open files", func() error { return limitFiles(g.spec.NoFile) }},
 	} {
 		if err := step.do(); err != nil {
-			g.Warnings = append(g.Warnings, fmt.Sprintf("%s: %v", step.what, err))
+			g.warn(step.what, err)
 		}
 	}
+}
+
+func (g *Guest) warn(what string, err error) {
+	g.Warnings = append(g.Warnings, fmt.Sprintf("%s: %v", what, err))
 }
 
 // mountEarly makes devices and modules usable.

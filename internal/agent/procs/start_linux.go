@@ -109,12 +109,14 @@ func (t *Table) Start(cmd Command) (*Process, error) {
 func (t *Table) fork(p *Process, program string, argv []string, attr *syscall.ProcAttr) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	pidfd := -1
+	attr.Sys.PidFD = &pidfd
 	pid, err := syscall.ForkExec(program, argv, attr)
 	if err != nil {
 		return err
 	}
 	p.pid = pid
-	t.register(p)
+	t.register(p, pidfd)
 	return nil
 }
 

@@ -24,8 +24,17 @@ const (
 	All
 )
 
+// sweepPause is how long an orphan may stay a zombie.
+const sweepPause = time.Second
+
 // Table starts processes and collects their exits. Its methods may be called
 // concurrently.
+//
+// A process that it started is collected the moment it ends, through its pidfd
+// in Go's poller: a thread that blocked in wait4 would cost a switch for each
+// exit, and a SIGCHLD another one. Orphans have no pidfd; they are collected
+// with the next of ours that ends, and by a sweep once a second as long as there
+// are children at all.
 type Table struct {
 	mode Mode
 	// mu is held across fork and registration, and across collecting a status
@@ -33,51 +42,37 @@ type Table struct {
 	// a process id that is free again.
 	mu   sync.Mutex
 	live map[int]*Process
-	// idle is closed while there is no child to wait for, and replaced by an
-	// open channel when there is.
-	idle    chan struct{}
-	isIdle  bool
-	started chan struct{}
-	waiters sync.WaitGroup
+	// changed is closed and replaced when a process has ended.
+	changed chan struct{}
+	// sweeper runs sweep while sweeping; mode All alone has one.
+	sweeper  *time.Timer
+	sweeping bool
 }
 
-// Open makes a table. In mode All it starts the reaper, which lives as long as
-// this process.
+// Open makes a table.
 func Open(mode Mode) *Table {
-	t := &Table{mode: mode, live: map[int]*Process{}, idle: make(chan struct{}), isIdle: true, started: make(chan struct{}, 1)}
-	close(t.idle)
-	if mode == All {
-		t.busy() // children from before us may exist; the reaper finds out
-		t.waiters.Go(t.reapAll)
-	}
-	return t
-}
-
-// busy and rest keep idle; the caller holds mu or is the only one to know t.
-func (t *Table) busy() {
-	if t.isIdle {
-		t.isIdle, t.idle = false, make(chan struct{})
-	}
-}
-
-func (t *Table) rest() {
-	if !t.isIdle {
-		t.isIdle = true
-		close(t.idle)
-	}
+	return &Table{mode: mode, live: map[int]*Process{}, changed: make(chan struct{})}
 }
 
 // Wait returns when the table has no process left, in mode All when this
 // process has no child left at all, or with ctx's error.
 func (t *Table) Wait(ctx context.Context) error {
-	t.mu.Lock()
-	idle := t.idle
-	t.mu.Unlock()
-	select {
-	case <-idle:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
+	// Orphans end without an event.
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		t.mu.Lock()
+		left, changed := t.collect(), t.changed
+		t.mu.Unlock()
+		if !left {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-tick.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
 }
 
@@ -99,88 +94,78 @@ func (t *Table) SignalAll(sig syscall.Signal) {
 }
 
 // register enters a process that was just forked; the caller holds mu.
-func (t *Table) register(p *Process) {
+func (t *Table) register(p *Process, pidfd int) {
 	t.live[p.pid] = p
-	t.busy()
-	if t.mode == OwnOnly {
-		t.waiters.Go(func() { t.reapOne(p.pid) })
-		return
+	if t.mode == All {
+		t.sweepSoon()
 	}
-	select {
-	case t.started <- struct{}{}:
-	default:
-	}
+	go t.reap(p, pidfd)
 }
 
-// reapAll is the reaper of mode All. It blocks in waitid without collecting, so
-// that the status is collected under mu.
-func (t *Table) reapAll() {
-	for {
-		switch err := waitExit(unix.P_ALL, 0); {
-		case errors.Is(err, unix.ECHILD):
-			if t.restIfChildless() {
-				<-t.started
-			}
-		case err == nil:
-			t.collectAll()
-		default:
-			// waitid knows no other error; do not spin if a kernel finds one.
-			<-time.After(time.Second)
+// reap waits for the end of p and collects it. It ends with p.
+func (t *Table) reap(p *Process, pidfd int) {
+	waitExit(p.pid, pidfd)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !p.reaped {
+		var status unix.WaitStatus
+		_, err := retry(func() (int, error) { return unix.Wait4(p.pid, &status, 0, nil) })
+		if err != nil {
+			// Somebody else collected it, against the rules.
+			status = unknownStatus
 		}
+		t.ended(p.pid, status)
 	}
+	t.collect()
 }
 
-// restIfChildless declares the table idle unless a process was started since.
-// A process that is registered although there is no child was collected by
-// somebody else, which the mode forbids; it must not hang its waiter for ever.
-func (t *Table) restIfChildless() bool {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	err := unix.Waitid(unix.P_ALL, 0, nil, unix.WEXITED|unix.WNOWAIT|unix.WNOHANG, nil)
-	if !errors.Is(err, unix.ECHILD) {
-		return false
+// collect takes the exits of orphans, and of processes whose reap is still to
+// come, and tells whether something is left to wait for. The caller holds mu.
+func (t *Table) collect() (left bool) {
+	if t.mode == OwnOnly {
+		return len(t.live) > 0
 	}
-	for pid := range t.live {
-		t.ended(pid, unknownStatus)
-	}
-	t.rest()
-	return true
-}
-
-func (t *Table) collectAll() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	for {
 		var status unix.WaitStatus
-		pid, err := unix.Wait4(-1, &status, unix.WNOHANG, nil)
-		if errors.Is(err, unix.EINTR) {
-			continue
+		pid, err := retry(func() (int, error) { return unix.Wait4(-1, &status, unix.WNOHANG, nil) })
+		if err != nil { // ECHILD
+			return false
 		}
-		if err != nil || pid <= 0 {
-			return
+		if pid <= 0 {
+			return true
 		}
 		t.ended(pid, status)
 	}
 }
 
-// reapOne waits for one process of mode OwnOnly.
-func (t *Table) reapOne(pid int) {
-	err := waitExit(unix.P_PID, pid)
+// sweepSoon makes sure that a sweep will come; the caller holds mu.
+func (t *Table) sweepSoon() {
+	if t.sweeping {
+		return
+	}
+	t.sweeping = true
+	if t.sweeper == nil {
+		t.sweeper = time.AfterFunc(sweepPause, t.sweep)
+		return
+	}
+	t.sweeper.Reset(sweepPause)
+}
+
+func (t *Table) sweep() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var status unix.WaitStatus
-	for err == nil {
-		if _, err = unix.Wait4(pid, &status, 0, nil); errors.Is(err, unix.EINTR) {
-			err = nil
-			continue
+	if t.sweeping = t.collect(); t.sweeping {
+		t.sweeper.Reset(sweepPause)
+	}
+}
+
+func retry(call func() (int, error)) (int, error) {
+	for {
+		n, err := call()
+		if !errors.Is(err, unix.EINTR) {
+			return n, err
 		}
-		break
 	}
-	if err != nil {
-		// Somebody else collected it: its status is unknown.
-		status = unknownStatus
-	}
-	t.ended(pid, status)
 }
 
 // unknownStatus is "exited with 255", for an exit that another part of the
@@ -198,19 +183,33 @@ func (t *Table) ended(pid int, status unix.WaitStatus) {
 	p.status = statusOf(status)
 	p.reaped = true
 	close(p.done)
-	if t.mode == OwnOnly && len(t.live) == 0 {
-		t.rest()
-	}
+	close(t.changed)
+	t.changed = make(chan struct{})
 }
 
-// waitExit blocks until a child has ended, and leaves it to be collected.
-func waitExit(kind, id int) error {
-	for {
-		err := unix.Waitid(kind, id, nil, unix.WEXITED|unix.WNOWAIT, nil)
-		if !errors.Is(err, unix.EINTR) {
-			return err
-		}
+// waitExit returns when the process has ended, and leaves it to be collected. It
+// closes pidfd. Errors need no answer: what follows then waits itself.
+func waitExit(pid, pidfd int) {
+	if pidfd < 0 {
+		// A kernel without pidfds, before 5.2.
+		_, _ = retry(func() (int, error) {
+			return 0, unix.Waitid(unix.P_PID, pid, nil, unix.WEXITED|unix.WNOWAIT, nil)
+		})
+		return
 	}
+	f := pollable(pidfd, "pidfd")
+	defer f.Close() //nolint:errcheck // nothing was written
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return
+	}
+	_ = conn.Read(func(fd uintptr) bool {
+		var info unix.Siginfo
+		_, err := retry(func() (int, error) {
+			return 0, unix.Waitid(unix.P_PIDFD, int(fd), &info, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
+		})
+		return err != nil || info.Signo != 0
+	})
 }
 
 // Status is how a process ended.

@@ -145,6 +145,36 @@ func TestExitCodesAll(t *testing.T) {
 	}
 }
 
+// orphansGo leaves an orphan that ends after its parent was collected, with
+// nothing else to come, and returns how long it stayed a zombie at most.
+func orphansGo(table *procs.Table) error {
+	p, err := table.Start(sh("(read x; exit 3) <&0 >/dev/null 2>&1 & echo $!"))
+	if err != nil {
+		return err
+	}
+	out, err := io.ReadAll(p.Stdout)
+	if err != nil {
+		return err
+	}
+	<-p.Done()
+	if err := p.Close(); err != nil { // ends the orphan's read
+		return err
+	}
+	deadline := time.After(patience)
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if _, err := os.Stat("/proc/" + strings.TrimSpace(string(out))); err != nil {
+			return nil
+		}
+		select {
+		case <-tick.C:
+		case <-deadline:
+			return errors.New("an orphan stays a zombie")
+		}
+	}
+}
+
 // reapAllMain is the helper of TestExitCodesAll.
 func reapAllMain() int {
 	if os.Getpid() != 1 {
@@ -156,6 +186,11 @@ func reapAllMain() int {
 	table := procs.Open(procs.All)
 	wrong, err := exitCodes(table, 1000)
 	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	if err := orphansGo(table); err != nil && os.Getpid() != 1 {
+		// As PID 1 it sees the /proc of another namespace.
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
