@@ -54,12 +54,16 @@ func Serve(ctx context.Context, lis net.Listener, services ...func(grpc.ServiceR
 	for _, register := range services {
 		register(server)
 	}
-	failed := make(chan error, 1)
-	go func() { failed <- server.Serve(lis) }()
+	var failure error
+	failed := make(chan struct{})
+	go func() {
+		defer close(failed)
+		failure = server.Serve(lis)
+	}()
 	select {
-	case err := <-failed:
+	case <-failed:
 		server.Stop()
-		return err
+		return failure
 	case <-ctx.Done():
 	}
 	drained := make(chan struct{})
@@ -82,8 +86,7 @@ func Serve(ctx context.Context, lis net.Listener, services ...func(grpc.ServiceR
 		}
 		break
 	}
-	// After ctx's end it only tells that the server was stopped.
-	_ = <-failed
+	<-failed
 	return nil
 }
 

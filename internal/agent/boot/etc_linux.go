@@ -89,12 +89,12 @@ func ensureFile(path, content string) error {
 // replaceFile writes a file of mode 0644; a link that leads nowhere gives way,
 // another is followed.
 func replaceFile(path, content string) error {
-	err := os.WriteFile(path, []byte(content), 0o644) //nolint:gosec // read by every user
+	err := os.WriteFile(path, []byte(content), 0o644)
 	if errors.Is(err, fs.ErrNotExist) {
 		if err := os.Remove(path); err != nil {
 			return err
 		}
-		err = os.WriteFile(path, []byte(content), 0o644) //nolint:gosec // read by every user
+		err = os.WriteFile(path, []byte(content), 0o644)
 	}
 	return err
 }
