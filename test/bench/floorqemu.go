@@ -118,6 +118,8 @@ type boot struct {
 	Init time.Duration
 	// End is when QEMU had exited.
 	End time.Duration
+	// CPU is what it has used, user and system.
+	CPU time.Duration
 }
 
 // run boots the floor, whose init ends the machine, to its end.
@@ -148,6 +150,7 @@ func (f *floor) run(ctx context.Context) (boot, error) {
 	_, _ = io.Copy(io.Discard, out) // after a line that was too long
 	err = cmd.Wait()
 	b.End = time.Since(begin)
+	b.CPU = cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()
 	switch {
 	case err != nil:
 		return b, fmt.Errorf("bare QEMU: %w: %s", err, bytes.TrimSpace(stderr.Bytes()))

@@ -39,16 +39,22 @@ func newRow(name string, ours, base float64, unit string, goal float64, against 
 // withRatio sets the ratio to the median of those measured, and the verdict. A
 // ratio that is no number meets no goal.
 func (r row) withRatio(ratios []float64) row {
-	sorted := slices.Sorted(slices.Values(ratios))
-	r.Ratio = sorted[len(sorted)/2]
-	if len(sorted)%2 == 0 {
-		r.Ratio = (r.Ratio + sorted[len(sorted)/2-1]) / 2
-	}
+	r.Ratio = middle(ratios)
 	if math.IsNaN(r.Ratio) || math.IsInf(r.Ratio, 0) {
 		r.Ratio = -1 // JSON has no such number
 	}
 	r.OK = r.Goal == 0 || (r.Ratio >= 0 && r.Ratio <= r.Goal)
 	return r
+}
+
+// middle is the median of at least one number.
+func middle(list []float64) float64 {
+	sorted := slices.Sorted(slices.Values(list))
+	mid := len(sorted) / 2
+	if len(sorted)%2 == 1 {
+		return sorted[mid]
+	}
+	return (sorted[mid-1] + sorted[mid]) / 2
 }
 
 // verdict is the row's result in words.
@@ -109,12 +115,11 @@ func median(list []time.Duration) float64 {
 	if len(list) == 0 {
 		return 0
 	}
-	sorted := slices.Sorted(slices.Values(list))
-	mid := len(sorted) / 2
-	if len(sorted)%2 == 1 {
-		return milliseconds(sorted[mid])
+	var ms []float64
+	for _, d := range list {
+		ms = append(ms, milliseconds(d))
 	}
-	return (milliseconds(sorted[mid-1]) + milliseconds(sorted[mid])) / 2
+	return middle(ms)
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
