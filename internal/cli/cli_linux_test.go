@@ -183,6 +183,11 @@ func TestRun_CommandOfTheImage(t *testing.T) {
 	}
 	h.adapter("", "run", "--image", "python", "--", "/no/such/program").want(t, 127, "", "exec: /no/such/program: not found\n")
 	h.adapter("", "run", "--image", "python", "--", "/etc/passwd").want(t, 126, "", "exec: /etc/passwd: permission denied\n")
+	script := filepath.Join(h.dir, "script")
+	if err := os.WriteFile(script, []byte("echo no first line"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	h.adapter("", "run", "--image", "python", "--", script).want(t, 125, "", "a script needs a #! line")
 	h.adapter("", "run", "--image", "python", "--timeout", "200ms", "--", "sleep", "60").want(t, 124, "", "time limit of 200 ms")
 }
 

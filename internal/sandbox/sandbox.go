@@ -10,6 +10,7 @@ import (
 	"io"
 	"log/slog"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/google/uuid"
@@ -138,13 +139,14 @@ func (m *Manager) Create(ctx context.Context, req CreateRequest) (_ *Sandbox, er
 	return &Sandbox{ID: id, Name: req.Name, Image: req.Image.Name, machine: machine, idleTimeout: req.IdleTimeout}, nil
 }
 
-// Exec runs a program and returns when it has ended, see guest.Client.Exec. A
-// program that cannot be started is a result, not an error: exit code 126 or
-// 127 with a line on stderr (contract: exec).
+// Exec runs a program and returns when it has ended, see guest.Client.Exec. One
+// that is not there or may not be executed is a result, not an error: exit code
+// 127 or 126 with a line on stderr. One that cannot be started for another reason
+// is S300 (contract: exec).
 func (s *Sandbox) Exec(ctx context.Context, cmd guest.Command, streams guest.IO) (guest.Result, error) {
 	result, err := s.machine.Guest().Exec(ctx, cmd, streams)
 	if err != nil {
-		return result, fault.GuestFailed(s.explain(err))
+		return result, fault.GuestFailed(err)
 	}
 	if result.TimedOut {
 		return result, fault.ExecTimedOut(cmd.Timeout)
@@ -159,10 +161,10 @@ func (s *Sandbox) Exec(ctx context.Context, cmd guest.Command, streams guest.IO)
 // stderr for a missing or forbidden program, an error for anything else.
 func (s *Sandbox) unstarted(cmd guest.Command, streams guest.IO, result guest.Result) (guest.Result, error) {
 	var reason string
-	switch result.ExitCode {
-	case 127:
+	switch result.SpawnError.Errno {
+	case syscall.ENOENT, syscall.ENOTDIR:
 		reason = "not found"
-	case 126:
+	case syscall.EACCES:
 		reason = "permission denied"
 	default:
 		return result, fault.GuestFailed(result.SpawnError)
@@ -173,16 +175,6 @@ func (s *Sandbox) unstarted(cmd guest.Command, streams guest.IO, result guest.Re
 		}
 	}
 	return result, nil
-}
-
-// explain puts the VM's end in the place of a broken connection.
-func (s *Sandbox) explain(err error) error {
-	select {
-	case <-s.machine.Done():
-		return errors.Join(s.machine.End(), err)
-	default:
-		return err
-	}
 }
 
 // StepError tells at which step of a Run it failed, in the contract's words.
