@@ -181,7 +181,7 @@ func Skewed(t testing.TB, pkg, file, from, to string) string {
 
 // goBuild is make build's command, but for the version.
 func goBuild(root, out, pkg, cgo string, flags ...string) error {
-	args := append([]string{"build", "-trimpath", "-ldflags", "-s -w", "-o", out}, flags...)
+	args := append([]string{"build", "-trimpath", "-tags", "grpcnotrace", "-ldflags", "-s -w", "-o", out}, flags...)
 	cmd := exec.Command("go", append(args, pkg)...)
 	cmd.Dir = root
 	cmd.Env = os.Environ()
