@@ -18,8 +18,8 @@ const monitorSlack = "4000000" // ns
 // come some milliseconds later.
 //
 // The kernel lets any thread's timer slack be set from outside. The monitor is
-// the first thread that the runtime starts, so the second by number; it starts
-// no process that would inherit the slack.
+// the first thread that the runtime starts, so the second by number. Threads that
+// it starts inherit the slack, which agent/procs therefore resets before a fork.
 func calmMonitor() error {
 	entries, err := os.ReadDir("/proc/self/task")
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"strings"
 	"syscall"
 
@@ -12,6 +13,9 @@ import (
 
 // DefaultPath is searched when the program's environment has no PATH.
 const DefaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+// timerSlack is the kernel's own default, in nanoseconds.
+const timerSlack = 50_000
 
 // Command is what to run.
 type Command struct {
@@ -107,6 +111,13 @@ func (t *Table) Start(cmd Command) (*Process, error) {
 }
 
 func (t *Table) fork(p *Process, program string, argv []string, attr *syscall.ProcAttr) error {
+	// A program inherits the timer slack of the thread that forks it, and a
+	// thread that of its maker, which may be one that agent/boot slowed down.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := unix.Prctl(unix.PR_SET_TIMERSLACK, timerSlack, 0, 0, 0); err != nil {
+		return err
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	pidfd := -1

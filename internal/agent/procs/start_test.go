@@ -7,10 +7,13 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 )
@@ -112,6 +115,22 @@ func TestSpawnErrors(t *testing.T) {
 		})
 	}
 	t.Cleanup(func() { waitAll(t, table) })
+}
+
+// TestTimerSlack: the slack of the agent's threads is not the program's.
+func TestTimerSlack(t *testing.T) {
+	t.Parallel()
+	// Not unlocked: the thread ends with this goroutine.
+	runtime.LockOSThread()
+	if err := unix.Prctl(unix.PR_SET_TIMERSLACK, 4_000_000, 0, 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	table := procs.Open(procs.OwnOnly)
+	p := start(t, table, sh("cat /proc/self/timerslack_ns"))
+	out, _ := io.ReadAll(p.Stdout)
+	if string(out) != "50000\n" {
+		t.Errorf("the program's timer slack is %q ns, want 50000", out)
+	}
 }
 
 func TestManyArguments(t *testing.T) {
