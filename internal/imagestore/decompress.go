@@ -3,6 +3,7 @@ package imagestore
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"io"
 
 	"github.com/klauspost/compress/gzip"
@@ -33,7 +34,7 @@ func compressionOf(head []byte) string {
 func decompress(r io.Reader) (plain io.Reader, done func(), err error) {
 	buffered := bufio.NewReaderSize(r, 128<<10)
 	head, err := buffered.Peek(4)
-	if err != nil && err != io.EOF {
+	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, nil, err
 	}
 	switch compressionOf(head) {

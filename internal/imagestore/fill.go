@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
@@ -121,8 +123,11 @@ func (f *filler) build(ctx context.Context, lower *os.File) (_ erofs.Stats, err 
 	group.Go(func() error { return f.merge(groupCtx, ready) })
 	for k := range layers {
 		group.Go(func() error {
-			defer close(ready[k])
-			return f.download(groupCtx, k)
+			if err := f.download(groupCtx, k); err != nil {
+				return err // which ends merge too, that must not see half a layer
+			}
+			close(ready[k])
+			return nil
 		})
 	}
 	if err := group.Wait(); err != nil {
@@ -205,7 +210,8 @@ func (f *filler) mergeLayer(ctx context.Context, k int) (err error) {
 	}
 	defer func() { err = errors.Join(err, blob.Close()) }()
 	blobSum, plainSum := sha256.New(), sha256.New()
-	source := io.TeeReader(blob, blobSum)
+	// A local file may be longer than its description, or a device without end.
+	source := io.TeeReader(io.LimitReader(blob, d.Size+1), blobSum)
 	if f.image.from.local() {
 		source = io.TeeReader(source, f.track)
 	}
@@ -257,7 +263,7 @@ func (f *filler) publish(ctx context.Context, lower *os.File, rec record) (*Imag
 	if err := lower.Chmod(0o444); err != nil {
 		return nil, err
 	}
-	if err := os.Mkdir(f.work.join("image/"+dirPins), 0o700); err != nil {
+	if err := f.takePins(); err != nil {
 		return nil, err
 	}
 	if err := f.work.writeJSON(f.work.join("image/"+fileRecord), rec); err != nil {
@@ -286,4 +292,24 @@ func (f *filler) publish(ctx context.Context, lower *os.File, rec record) (*Imag
 		return nil, fmt.Errorf("open the new image: %w", err)
 	}
 	return image, nil
+}
+
+// takePins gives the image the pins of the damaged one that it replaces. Nobody
+// can add any meanwhile: a pin is put on an image that can be opened.
+func (f *filler) takePins() error {
+	to, from := f.work.join("image/"+dirPins), filepath.Join(f.store.imageDir(f.image.digest), dirPins)
+	if err := os.Mkdir(to, 0o700); err != nil {
+		return err
+	}
+	pins, err := os.ReadDir(from)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, pin := range pins {
+		err := os.Link(filepath.Join(from, pin.Name()), filepath.Join(to, pin.Name()))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
 }

@@ -8,8 +8,6 @@ import (
 	"os"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
@@ -57,7 +55,7 @@ func acquire(ctx context.Context, path string, waiting func(*Progress)) (*workLo
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
-		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		f, err := flock.Open(path)
 		if err != nil {
 			return nil, err
 		}

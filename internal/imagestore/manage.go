@@ -336,7 +336,7 @@ func (s *Store) collectRecords() error {
 
 // whenUnlocked runs f holding the lock called key, or not at all when it is held.
 func (s *Store) whenUnlocked(key string, f func() error) error {
-	file, err := os.OpenFile(filepath.Join(s.locksDir(), key+".lock"), os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	file, err := flock.Open(filepath.Join(s.locksDir(), key+".lock"))
 	if err != nil {
 		return err
 	}

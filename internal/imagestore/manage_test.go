@@ -200,12 +200,18 @@ func TestDamagedStoreHeals(t *testing.T) {
 			s, dir, refs := twoImages(t)
 			img := ensure(t, s, refs[2], pull)
 			closeImage(t, img)
+			if err := s.Pin(t.Context(), img.Digest, "an upper"); err != nil {
+				t.Fatal(err)
+			}
 			if err := damage(filepath.Dir(img.Lower)); err != nil {
 				t.Fatal(err)
 			}
 			again := ensure(t, s, refs[2], pull)
 			wantFiles(t, again.Lower, files{"etc/": "", "etc/name": "2"})
 			wantClean(t, dir, 2)
+			if e, _ := byRef(t, s, refs[2]); !slices.Equal(e.Pins, []string{"an upper"}) {
+				t.Errorf("pins are %q after the damage", e.Pins)
+			}
 		})
 	}
 }
