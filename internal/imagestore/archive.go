@@ -53,7 +53,7 @@ func (o *archiveOrigin) fail(reason string, err error) error {
 // openArchive indexes the archive: it reads the tar headers and seeks over the
 // rest.
 func openArchive(path, tag string) (origin, error) {
-	f, err := os.Open(path)
+	f, err := openRegular(path)
 	if err != nil {
 		return nil, &LayoutError{Path: path, Reason: "is no docker archive", Err: err}
 	}

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/google/go-containerregistry/pkg/name"
@@ -174,6 +176,59 @@ func TestDamagedLayout(t *testing.T) {
 			t.Errorf("%s: error is %T %v, want a DigestError about the %s", what, err, err, test.want)
 		}
 		wantClean(t, store, 0)
+	}
+}
+
+func TestLayoutOfSpecialFiles(t *testing.T) {
+	t.Parallel()
+	img := simple(t, "content")
+	layers, err := img.Layers()
+	if err != nil {
+		t.Fatal(err)
+	}
+	blob := filepath.Join("blobs", "sha256", strings.TrimPrefix(digestOf(t, layers[0]), "sha256:"))
+	for _, name := range []string{"index.json", blob} {
+		for what, put := range map[string]func(path string) error{
+			"fifo":   func(path string) error { return syscall.Mkfifo(path, 0o600) },
+			"device": func(path string) error { return os.Symlink("/dev/zero", path) },
+		} {
+			dir := filepath.Join(t.TempDir(), "img")
+			writeLayout(t, dir, map[string]v1.Image{"": img})
+			path := filepath.Join(dir, name)
+			if err := errors.Join(os.Remove(path), put(path)); err != nil {
+				t.Fatal(err)
+			}
+			_, err := openStore(t, t.TempDir(), quick()).Ensure(t.Context(), "oci:"+dir, pull)
+			if refused := (*imagestore.LayoutError)(nil); !errors.As(err, &refused) {
+				t.Errorf("%s is a %s: error is %v, want a LayoutError", name, what, err)
+			}
+		}
+	}
+}
+
+func TestIndexOfTooManyImages(t *testing.T) {
+	t.Parallel()
+	dir := filepath.Join(t.TempDir(), "img")
+	writeLayout(t, dir, map[string]v1.Image{"": simple(t, "content")})
+	path := filepath.Join(dir, "index.json")
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var index v1.IndexManifest
+	if err := json.Unmarshal(raw, &index); err != nil {
+		t.Fatal(err)
+	}
+	index.Manifests = slices.Repeat(index.Manifests, 1025)
+	if raw, err = json.Marshal(index); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, raw, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err = openStore(t, t.TempDir(), quick()).Ensure(t.Context(), "oci:"+dir, pull)
+	if limit := (*imagestore.LimitError)(nil); !errors.As(err, &limit) || limit.Limit != 1024 {
+		t.Errorf("error is %v, want a LimitError", err)
 	}
 }
 

@@ -18,9 +18,10 @@ import (
 
 // Bounds of what is read into memory or followed before anything is verified.
 const (
-	maxDocument = 8 << 20 // a manifest, index or config, in bytes
-	maxNesting  = 4       // indexes in indexes
-	maxLayers   = 512     // docker stops at 127
+	maxDocument  = 8 << 20 // a manifest, index or config, in bytes
+	maxNesting   = 4       // indexes in indexes
+	maxManifests = 1024    // entries of all indexes together
+	maxLayers    = 512     // docker stops at 127
 )
 
 // resolved is one image of a source: a manifest for our platform.
@@ -37,6 +38,8 @@ type resolver struct {
 	from      origin
 	found     []candidate
 	have      []string
+	// seen counts the entries of the indexes.
+	seen int
 }
 
 type candidate struct {
@@ -113,6 +116,9 @@ func (r *resolver) collect(ctx context.Context, doc document, depth int) error {
 	index, err := v1.ParseIndexManifest(bytes.NewReader(doc.raw))
 	if err != nil {
 		return &LayoutError{Path: r.ref, Reason: "has an index that is not one", Err: err}
+	}
+	if r.seen += len(index.Manifests); r.seen > maxManifests {
+		return &LimitError{What: "entries in its indexes", Limit: maxManifests}
 	}
 	for _, d := range index.Manifests {
 		if d.MediaType.IsIndex() {
