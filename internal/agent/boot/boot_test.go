@@ -153,3 +153,41 @@ func TestModulesWithoutOrder(t *testing.T) {
 		t.Errorf("a module that is not there: %v, want an error that names it", err)
 	}
 }
+
+func TestUseless_ModulesWithoutTheirDevice(t *testing.T) {
+	t.Parallel()
+	touch := func(sys, path, content string) {
+		t.Helper()
+		file := filepath.Join(sys, path)
+		if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	microvm, q35, networked := t.TempDir(), t.TempDir(), t.TempDir()
+	touch(microvm, "bus/virtio/devices/virtio0/device", "0x0002\n")
+	touch(q35, "bus/pci/devices/0000:00:00.0/vendor", "0x8086\n")
+	touch(networked, "bus/virtio/devices/virtio0/device", "0x0002\n")
+	touch(networked, "bus/virtio/devices/virtio1/device", "0x0001\n")
+	for _, test := range []struct {
+		file, sys string
+		want      bool
+	}{
+		{"virtio_pci.ko", microvm, true},
+		{"virtio_pci_modern_dev.ko", microvm, true},
+		{"virtio_mmio.ko", microvm, false},
+		{"virtio_pci.ko", q35, false},
+		{"virtio_mmio.ko", q35, true},
+		{"virtio_net.ko", microvm, true},
+		{"net_failover.ko", networked, false},
+		{"virtio_net.ko", networked, false},
+		{"virtio_blk.ko", microvm, false},
+		{"erofs.ko", q35, false},
+	} {
+		if got := useless(test.file, test.sys); got != test.want {
+			t.Errorf("%s: %v, want %v", test.file, got, test.want)
+		}
+	}
+}
