@@ -204,7 +204,7 @@ func addModules(tmp, modulesFrom string, m *manifest) error {
 		if err != nil {
 			return err
 		}
-		if order, _, err = tree.resolve(needs()); err != nil {
+		if order, err = tree.resolve(needs()); err != nil {
 			return fmt.Errorf("kernel %s: %w", m.Release, err)
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"debug/elf"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -92,25 +93,23 @@ func openModules(dir string) (*moduleTree, error) {
 
 func moduleName(base string) string { return strings.ReplaceAll(base, "-", "_") }
 
-// resolve returns the modules for needs, each after those it depends on.
-// missing are the optional ones, and where there is no list of built-in
-// drivers the required ones too, that are not in the tree.
-func (t *moduleTree) resolve(wanted []need) (order []module, missing []string, err error) {
+// resolve returns the modules for wanted, each after those it depends on. What
+// is not in the tree must be built in or optional; where there is no list of
+// built-in drivers it is taken to be.
+func (t *moduleTree) resolve(wanted []need) ([]module, error) {
 	r := resolver{tree: t, seen: map[string]bool{}}
 	for _, n := range wanted {
 		switch _, there := t.files[n.name]; {
 		case there:
 			if err := r.add(n.name); err != nil {
-				return nil, nil, err
+				return nil, err
 			}
-		case t.builtin[n.name]:
-		case n.optional || t.builtin == nil:
-			missing = append(missing, n.name)
+		case t.builtin[n.name], n.optional, t.builtin == nil:
 		default:
-			return nil, nil, fmt.Errorf("the kernel has no driver %s, neither as a module nor built in: choose a kernel that has it, such as Debian's cloud kernel", n.name)
+			return nil, fmt.Errorf("the kernel has no driver %s, neither as a module nor built in: choose a kernel that has it, such as Debian's cloud kernel", n.name)
 		}
 	}
-	return r.order, missing, nil
+	return r.order, nil
 }
 
 type resolver struct {
@@ -227,4 +226,21 @@ func readModule(path string) ([]byte, error) {
 		return nil, err
 	}
 	return data.Bytes(), nil
+}
+
+// unsigned cuts the signature off a module's end (Linux, module_signature.h: the
+// signature, 12 bytes about it, a fixed text). The guest does not load the keys to
+// check it with, which saves it time, but would still compute the hash.
+func unsigned(ko []byte) []byte {
+	const mark, about = "~Module signature appended~\n", 12
+	body, found := bytes.CutSuffix(ko, []byte(mark))
+	if !found || len(body) < about {
+		return ko
+	}
+	head := body[len(body)-about:]
+	size := uint64(head[3]) + uint64(head[4]) + uint64(binary.BigEndian.Uint32(head[8:])) + about
+	if size > uint64(len(body)) {
+		return ko
+	}
+	return body[:uint64(len(body))-size]
 }
