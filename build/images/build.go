@@ -152,7 +152,7 @@ func buildAll(ctx context.Context, o options, progress io.Writer) (err error) {
 			return nil
 		}
 	}
-	c, err := lockCache(o.cache, func() {
+	c, err := lockCache(ctx, o.cache, func() {
 		_, _ = fmt.Fprintf(progress, "another build uses %s: waiting for it\n", o.cache)
 	})
 	if err != nil {

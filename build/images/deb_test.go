@@ -119,7 +119,7 @@ func needDpkg(t *testing.T) {
 
 func testCache(t *testing.T) *cache {
 	t.Helper()
-	c, err := lockCache(t.TempDir(), func() { t.Error("a fresh cache is locked") })
+	c, err := lockCache(t.Context(), t.TempDir(), func() { t.Error("a fresh cache is locked") })
 	if err != nil {
 		t.Fatal(err)
 	}

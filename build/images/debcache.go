@@ -13,7 +13,8 @@ import (
 	"strings"
 
 	"github.com/google/renameio/v2"
-	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
 // cache keeps .debs by SHA256 and name, and per image the list of packages last
@@ -23,23 +24,20 @@ type cache struct {
 	lock *os.File
 }
 
-// lockCache opens the cache at dir, waiting until no other build has it; wait
-// is called once when that is needed. What killed builds left behind is
+// lockCache opens the cache at dir, waiting until no other build has it or ctx
+// ends; wait is called once when that is needed. What killed builds left behind is
 // removed. The kernel frees the lock with the process; the caller calls close.
-func lockCache(dir string, wait func()) (*cache, error) {
+func lockCache(ctx context.Context, dir string, wait func()) (*cache, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	lock, err := flock.Open(filepath.Join(dir, "lock"))
 	if err != nil {
 		return nil, err
 	}
-	err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if errors.Is(err, unix.EWOULDBLOCK) {
+	if err = flock.Try(lock, flock.Exclusive); errors.Is(err, flock.ErrLocked) {
 		wait()
-		for err = unix.EINTR; errors.Is(err, unix.EINTR); {
-			err = unix.Flock(int(lock.Fd()), unix.LOCK_EX)
-		}
+		err = flock.Wait(ctx, lock, flock.Exclusive)
 	}
 	c := &cache{dir: dir, lock: lock}
 	if err == nil {

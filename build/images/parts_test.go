@@ -102,7 +102,7 @@ func TestFetchVerifiesAndKeepsWhatCame(t *testing.T) {
 func TestCacheLock(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	first, err := lockCache(dir, func() { t.Error("a fresh cache is locked") })
+	first, err := lockCache(t.Context(), dir, func() { t.Error("a fresh cache is locked") })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -111,7 +111,7 @@ func TestCacheLock(t *testing.T) {
 	}
 	waits, done := make(chan struct{}), make(chan error, 1)
 	go func() {
-		second, err := lockCache(dir, func() { close(waits) })
+		second, err := lockCache(t.Context(), dir, func() { close(waits) })
 		if err == nil {
 			err = second.close()
 		}

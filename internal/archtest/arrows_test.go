@@ -56,7 +56,7 @@ cmd/krun-shim   -> agentlink bootspec cleanup layout shim shim/qemu vmassets
 cmd/guest-agent -> agent agent/boot agent/procs agentlink
 
 # Programs of the build.
-build/images -> cleanup layout
+build/images -> cleanup flock layout
 build/upper  ->
 
 # The benchmark.
