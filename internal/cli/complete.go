@@ -2,6 +2,7 @@ package cli
 
 import (
 	"os"
+	"slices"
 
 	"github.com/spf13/cobra"
 
@@ -27,7 +28,7 @@ func (a *App) completeImages(*cobra.Command, []string, string) ([]string, cobra.
 	}
 	entries, _ := os.ReadDir(a.imageLayouts(roots))
 	for _, entry := range entries {
-		if name := entry.Name(); a.hasLayout(roots, name) && name != "python" && name != "node" {
+		if name := entry.Name(); a.hasLayout(roots, name) && !slices.Contains(names, name) {
 			names = append(names, name)
 		}
 	}

@@ -46,9 +46,6 @@ const (
 	S505 Code = "S505"
 )
 
-// ErrExecTimedOut is S200 by its meaning, for errors.Is.
-const ErrExecTimedOut = S200
-
 // class is what the contract fixes for a code.
 type class struct {
 	typ       string

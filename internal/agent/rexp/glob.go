@@ -47,8 +47,8 @@ func ParseGlobs(patterns []string) (*Globs, error) {
 func (g *Globs) Empty() bool { return len(g.rules) == 0 }
 
 // Match reports whether the patterns select path, which is relative to the root
-// that they are relative to, without "./" and double or trailing slashes. The
-// caller has found that no parent directory is selected (see [Globs.MatchAll]).
+// that they are relative to, without "./" and double or trailing slashes. It is
+// for a caller who has found that no directory above path is selected.
 func (g *Globs) Match(path string, isDir bool) bool {
 	whole := latin1(path)
 	base := whole[strings.LastIndexByte(whole, '/')+1:]
@@ -66,16 +66,6 @@ func (g *Globs) Match(path string, isDir bool) bool {
 		}
 	}
 	return false
-}
-
-// MatchAll reports whether the patterns select path or a directory above it.
-func (g *Globs) MatchAll(path string, isDir bool) bool {
-	for i := range path {
-		if path[i] == '/' && g.Match(path[:i], true) {
-			return true
-		}
-	}
-	return g.Match(path, isDir)
 }
 
 // latin1 makes a character of every byte, so that a regular expression sees
