@@ -30,8 +30,9 @@ const (
 	deviceWait = 10 * time.Second
 	// frameWait bounds the wait for the frame on iii.env.
 	frameWait = 15 * time.Second
-	// linkWait bounds the wait for the shim's first answer on the link.
-	linkWait = 5 * time.Minute
+	// linkWait bounds the wait for the shim's first answer on the link: less than
+	// the launcher waits under emulation, so that the console tells why it fails.
+	linkWait = time.Minute
 )
 
 // Guest is a booted guest.

@@ -17,6 +17,8 @@ const (
 	clockSlack = 10 * time.Millisecond
 	// retryPause is how long to wait after a session that could not be opened.
 	retryPause = 100 * time.Millisecond
+	// linkNotice is how often the wait for the first session is told of.
+	linkNotice = 10 * time.Second
 )
 
 // link is a way to the shim. Only one session exists at a time: connect is
@@ -118,16 +120,23 @@ func (s *listener) greet(conn net.Conn) error {
 	return nil
 }
 
-// first waits for the first session, which the next Accept returns.
+// first waits for the first session, which the next Accept returns. It says now
+// and then that it waits: the console is all that a boot without link leaves.
 func (s *listener) first(ctx context.Context) error {
-	select {
-	case o := <-s.opened:
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.waiting = &o
-		return o.err
-	case <-ctx.Done():
-		return errors.New("the shim does not answer: is it alive, and the port connected?")
+	tell := time.NewTicker(linkNotice)
+	defer tell.Stop()
+	for {
+		select {
+		case o := <-s.opened:
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.waiting = &o
+			return o.err
+		case <-tell.C:
+			s.log.Warn("waiting for the shim's answer on the link")
+		case <-ctx.Done():
+			return errors.New("the shim does not answer: is it alive, and the port connected?")
+		}
 	}
 }
 
