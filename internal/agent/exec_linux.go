@@ -48,6 +48,12 @@ func (s *Service) Exec(stream execStream) error {
 		return sendSpawnError(stream, err)
 	}
 	c := &call{service: s, stream: stream, process: process, begun: begun, pumped: make(chan error, 2), refused: make(chan error, 1)}
+	if s.isStopping() {
+		// Since the look above: its signals may have missed this process.
+		c.kill()
+		_ = process.Close()
+		return errStopping(codes.FailedPrecondition)
+	}
 	return c.run(limit)
 }
 
