@@ -148,10 +148,15 @@ func (g *gateway) unavailable(ctx context.Context, what string) error {
 	defer timer.Stop()
 	select {
 	case <-g.state.ended:
-		return status.Error(codes.Unavailable, "the VM ended: "+g.state.endNow().Error())
+		return errEnded(g.state)
 	case <-ctx.Done():
 		return status.FromContextError(ctx.Err()).Err()
 	case <-timer.C:
 		return status.Error(codes.Unavailable, what)
 	}
+}
+
+// errEnded is the error of a call that the VM's end has answered.
+func errEnded(s *state) error {
+	return status.Error(codes.Unavailable, "the VM ended: "+s.endNow().Error())
 }

@@ -98,5 +98,12 @@ func (s *server) Kill(ctx context.Context, _ *shimv1.KillRequest) (*shimv1.KillR
 
 // Stats implements shim.v1.
 func (s *server) Stats(context.Context, *shimv1.StatsRequest) (*shimv1.StatsResponse, error) {
-	return measure(s.state.vmmPID(), s.upper)
+	stats, err := measure(s.state.vmmPID(), s.upper)
+	select {
+	case <-s.state.ended:
+		// Its number may be another process's by now.
+		return nil, errEnded(s.state)
+	default:
+		return stats, err
+	}
 }

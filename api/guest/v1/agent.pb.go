@@ -16,9 +16,9 @@
 // stalls its own stream and no other call.
 //
 // Errors: INVALID_ARGUMENT for a request that breaks a rule stated here,
-// FAILED_PRECONDITION for a call before Hello with another protocol version or
-// during shutdown, RESOURCE_EXHAUSTED for a limit, UNAVAILABLE when the guest
-// is gone, INTERNAL for a fault of the agent itself.
+// FAILED_PRECONDITION for a Hello with another protocol version and for Hello
+// and Exec during shutdown, RESOURCE_EXHAUSTED for a limit, UNAVAILABLE when the
+// guest is gone, INTERNAL for a fault of the agent itself.
 
 package guestv1
 
@@ -320,7 +320,7 @@ type ExecStart struct {
 	Argv [][]byte `protobuf:"bytes,1,rep,name=argv,proto3" json:"argv,omitempty"`
 	// KEY=value pairs laid over the guest's environment; the last of a key wins.
 	Env [][]byte `protobuf:"bytes,2,rep,name=env,proto3" json:"env,omitempty"`
-	// Working directory; empty means "/".
+	// Working directory; empty means "/", where a relative one begins too.
 	Workdir []byte `protobuf:"bytes,3,opt,name=workdir,proto3" json:"workdir,omitempty"`
 	// Time the program may run, in milliseconds; 0 means no limit.
 	TimeoutMs uint64 `protobuf:"varint,4,opt,name=timeout_ms,json=timeoutMs,proto3" json:"timeout_ms,omitempty"`

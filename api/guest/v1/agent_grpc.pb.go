@@ -16,9 +16,9 @@
 // stalls its own stream and no other call.
 //
 // Errors: INVALID_ARGUMENT for a request that breaks a rule stated here,
-// FAILED_PRECONDITION for a call before Hello with another protocol version or
-// during shutdown, RESOURCE_EXHAUSTED for a limit, UNAVAILABLE when the guest
-// is gone, INTERNAL for a fault of the agent itself.
+// FAILED_PRECONDITION for a Hello with another protocol version and for Hello
+// and Exec during shutdown, RESOURCE_EXHAUSTED for a limit, UNAVAILABLE when the
+// guest is gone, INTERNAL for a fault of the agent itself.
 
 package guestv1
 

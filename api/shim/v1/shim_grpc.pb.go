@@ -45,7 +45,7 @@ type ShimServiceClient interface {
 	// Kill ends the VM at once, as if its power were cut. It returns when the VMM
 	// has ended. Idempotent.
 	Kill(ctx context.Context, in *KillRequest, opts ...grpc.CallOption) (*KillResponse, error)
-	// Stats measures the VM now.
+	// Stats measures the VM now. UNAVAILABLE once the VM has ended.
 	Stats(ctx context.Context, in *StatsRequest, opts ...grpc.CallOption) (*StatsResponse, error)
 }
 
@@ -118,7 +118,7 @@ type ShimServiceServer interface {
 	// Kill ends the VM at once, as if its power were cut. It returns when the VMM
 	// has ended. Idempotent.
 	Kill(context.Context, *KillRequest) (*KillResponse, error)
-	// Stats measures the VM now.
+	// Stats measures the VM now. UNAVAILABLE once the VM has ended.
 	Stats(context.Context, *StatsRequest) (*StatsResponse, error)
 	mustEmbedUnimplementedShimServiceServer()
 }
