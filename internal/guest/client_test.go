@@ -233,7 +233,7 @@ func TestStuckStdinDoesNotHoldTheCall(t *testing.T) {
 		return stream.Send(exit(&guestv1.ExecExit{ExitCode: 3}))
 	}})
 	stuck, w := io.Pipe()
-	defer w.Close()
+	defer func() { _ = w.Close() }()
 	result, err := c.Exec(bounded(t), guest.Command{Argv: []string{"true"}}, guest.IO{Stdin: stuck})
 	if err != nil || result.ExitCode != 3 {
 		t.Errorf("%+v, %v", result, err)

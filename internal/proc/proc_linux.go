@@ -53,12 +53,12 @@ func groupAlive(pgid int) bool {
 	return false
 }
 
-// Indexes into the fields of /proc/<pid>/stat behind the command name, see
-// proc_pid_stat(5); its numbers count pid and name as fields 1 and 2.
+// Indexes into the fields of /proc/<pid>/stat behind the command name: 3 less
+// than the numbers in proc_pid_stat(5).
 const (
-	statState = 3 - 3
-	statPgrp  = 5 - 3
-	statStart = 22 - 3
+	statState = 0
+	statPgrp  = 2
+	statStart = 19
 )
 
 func dead(fields []string) bool {

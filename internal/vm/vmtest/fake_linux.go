@@ -120,7 +120,7 @@ func (f *Fake) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) (v
 type logWriter struct{ log *slog.Logger }
 
 func (w logWriter) Write(p []byte) (int, error) {
-	w.log.Debug("shim: " + string(p))
+	w.log.Debug("shim", "output", string(p))
 	return len(p), nil
 }
 

@@ -129,7 +129,7 @@ func (h *Host) build() error {
 		return err
 	}
 	dir := filepath.Join(root, ".cache", "vmtest")
-	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // a build directory like any other
+	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
 	lock, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -37,12 +38,9 @@ func checkEnd(t testing.TB, err error, classes ...bootspec.EndClass) {
 		t.Errorf("error is %v, want the vm's end", err)
 		return
 	}
-	for _, class := range classes {
-		if end.End.Class == class {
-			return
-		}
+	if !slices.Contains(classes, end.End.Class) {
+		t.Errorf("the end is %+v, want class %v", end.End, classes)
 	}
-	t.Errorf("the end is %+v, want class %v", end.End, classes)
 }
 
 func testStop(t *testing.T, e *Env) {
@@ -265,7 +263,9 @@ func testKeep(t *testing.T, e *Env) {
 	if err := second.Stop(e.Context(t), 0); err != nil {
 		t.Errorf("stop: %v", err)
 	}
-	<-call
+	if err := <-call; err == nil {
+		t.Error("a program in the stopped guest ended well")
+	}
 	e.Await(t, first.Done(), "the end of the first handle")
 	checkEnd(t, first.End(), bootspec.EndGuest)
 	checkEnd(t, second.End(), bootspec.EndGuest)
