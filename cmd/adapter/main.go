@@ -14,7 +14,6 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/shimdriver"
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
 // version is stamped by the build.
@@ -32,7 +31,6 @@ func main() {
 		Terminal:  isTerminal,
 		Getenv:    os.Getenv,
 		NewDriver: newDriver,
-		FindShim:  findShim,
 	}
 	os.Exit(app.Execute(context.Background(), os.Args[1:]))
 }
@@ -44,19 +42,4 @@ func isTerminal(stream any) bool {
 
 func newDriver(vmm string, roots layout.Roots, log *slog.Logger) (vm.Driver, error) {
 	return shimdriver.New(shimdriver.Config{VMM: vmm, Roots: roots, Log: log, Getenv: os.Getenv, Version: version})
-}
-
-// findShim is doctor's check of the program beside this one.
-func findShim(roots layout.Roots) vmassets.Finding {
-	f := vmassets.Finding{Name: "krun-shim"}
-	driver, err := shimdriver.New(shimdriver.Config{Roots: roots, Log: slog.New(slog.DiscardHandler), Getenv: os.Getenv, Version: version})
-	if err == nil {
-		f.Finding, err = driver.FindShim()
-	}
-	if err != nil {
-		f.Finding = err.Error()
-		return f
-	}
-	f.OK = true
-	return f
 }

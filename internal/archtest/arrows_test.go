@@ -51,7 +51,7 @@ agent       -> agent/fsops agent/procs agentlink api/guest/v1 fault
 
 # Programs. krun-shim can also boot a spec from a file, by hand: then it fills in
 # what the launcher would have.
-cmd/adapter     -> cli layout vm vm/shimdriver vmassets
+cmd/adapter     -> cli layout vm vm/shimdriver
 cmd/krun-shim   -> agentlink bootspec cleanup layout shim shim/qemu vmassets
 cmd/guest-agent -> agent agent/boot agent/procs agentlink
 

@@ -20,7 +20,6 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
 // Exit codes of the commands that do not end with a program's own.
@@ -49,8 +48,6 @@ type App struct {
 	Getenv   func(string) string
 	// NewDriver makes what boots VMs; vmm is "auto", "qemu" or "libkrun".
 	NewDriver func(vmm string, roots layout.Roots, log *slog.Logger) (vm.Driver, error)
-	// FindShim checks for doctor that the shim is there.
-	FindShim func(roots layout.Roots) vmassets.Finding
 
 	vmm     string
 	verbose bool

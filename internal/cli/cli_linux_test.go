@@ -23,7 +23,6 @@ import (
 	roots "github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
 // host is a user's machine with the command line on it; its VMs are fakes, which
@@ -136,7 +135,6 @@ func (h *host) adapter(stdin string, args ...string) result {
 		NewDriver: func(vmm string, _ roots.Roots, log *slog.Logger) (vm.Driver, error) {
 			return &vmtest.Fake{Log: log}, nil
 		},
-		FindShim: func(roots.Roots) vmassets.Finding { return vmassets.Finding{Name: "krun-shim", OK: true} },
 	}
 	code := app.Execute(context.Background(), args)
 	return result{code, stdout.String(), stderr.String()}

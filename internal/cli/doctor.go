@@ -41,7 +41,7 @@ func (a *App) diagnose(cmd *cobra.Command) []vmassets.Finding {
 	if err != nil {
 		return []vmassets.Finding{{Name: "directories", Finding: err.Error()}}
 	}
-	findings := append(vmassets.Diagnose(cmd.Context(), roots.VMM(), a.Getenv), a.FindShim(roots), directories(roots))
+	findings := append(vmassets.Diagnose(cmd.Context(), roots.VMM(), a.Getenv), directories(roots))
 	images := vmassets.Finding{Name: "images", OK: true, Finding: a.imageLayouts(roots)}
 	names, _ := a.completeImages(nil, nil, "")
 	for _, name := range names {

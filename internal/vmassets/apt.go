@@ -240,14 +240,9 @@ func lookPath(path, name string) (string, bool) {
 			continue
 		}
 		file := filepath.Join(dir, name)
-		if isExecutable(file) {
+		if checkExecutable(file) == nil {
 			return file, true
 		}
 	}
 	return "", false
-}
-
-func isExecutable(file string) bool {
-	info, err := os.Stat(file)
-	return err == nil && info.Mode().IsRegular() && info.Mode().Perm()&0o111 != 0
 }

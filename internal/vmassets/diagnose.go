@@ -41,8 +41,19 @@ func Diagnose(ctx context.Context, dir string, getenv func(string) string) []Fin
 	agent, agentFinding := diagnoseAgent(getenv)
 	return []Finding{
 		diagnoseVirtualization(), diagnoseQEMU(ctx, getenv), kernelFinding, agentFinding,
-		diagnoseInitramfs(ctx, kernel, agent), diagnoseSpace(dir), diagnoseTSC(dir),
+		diagnoseInitramfs(ctx, kernel, agent), diagnoseShim(dir, getenv), diagnoseSpace(dir), diagnoseTSC(dir),
 	}
+}
+
+func diagnoseShim(dir string, getenv func(string) string) Finding {
+	f := Finding{Name: "krun-shim"}
+	path, err := FindShim(getenv, dir)
+	if err != nil {
+		f.Finding, f.Fix = splitFix(err)
+		return f
+	}
+	f.OK, f.Finding = true, path
+	return f
 }
 
 func diagnoseVirtualization() Finding {

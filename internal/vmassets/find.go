@@ -13,20 +13,21 @@ import (
 const (
 	envAgent = "III_GUEST_AGENT"
 	envQEMU  = "III_QEMU"
+	envShim  = "III_KRUN_SHIM"
 )
 
 // FindAgent returns the absolute path of the guest agent: III_GUEST_AGENT, else
 // guest-agent beside the running program. The error lists what was tried. That
 // it can run in a guest is for CheckAgent to say.
 func FindAgent(getenv func(string) string) (string, error) {
-	path, tried, err := findProgram(getenv(envAgent), "guest-agent", "")
-	if err != nil {
-		return "", fmt.Errorf("%s: %w", envAgent, err)
-	}
-	if path == "" {
-		return "", advise("build it with `make build`, or set "+envAgent+" to it", "no guest agent (tried %s)", strings.Join(tried, ", "))
-	}
-	return path, nil
+	return findProgram(getenv, envAgent, "guest-agent", nil, "build the guest agent with `make build`")
+}
+
+// FindShim returns the absolute path of krun-shim: III_KRUN_SHIM, else beside the
+// running program, else in dir, which is layout.Roots.VMM(). Never in PATH: a
+// shim of another build would be found there. The error lists what was tried.
+func FindShim(getenv func(string) string, dir string) (string, error) {
+	return findProgram(getenv, envShim, "krun-shim", []string{dir}, "build it with `make build`")
 }
 
 // FindQEMU returns the absolute path of the emulator for a GOARCH: III_QEMU,
@@ -42,51 +43,50 @@ func FindQEMU(getenv func(string) string, arch string) (string, error) {
 	default:
 		return "", fmt.Errorf("no emulator is known for architecture %s (amd64 and arm64 are)", arch)
 	}
-	path, tried, err := findProgram(getenv(envQEMU), name, getenv("PATH"))
-	if err != nil {
-		return "", fmt.Errorf("%s: %w", envQEMU, err)
-	}
-	if path == "" {
-		return "", advise("install it (Debian: apt-get install --no-install-recommends "+pkg+"), or set "+envQEMU+" to it",
-			"no %s (tried %s)", name, strings.Join(tried, ", "))
-	}
-	return path, nil
+	return findProgram(getenv, envQEMU, name, filepath.SplitList(getenv("PATH")),
+		"install it (Debian: apt-get install --no-install-recommends "+pkg+")")
 }
 
-// findProgram looks for a program: override alone if set, else name beside the
-// running program, else in the directories of path. A program that is not there
-// is no error but an empty result, with the files that were tried.
-func findProgram(override, name, path string) (found string, tried []string, err error) {
-	if override != "" {
+// findProgram looks for a program: the one that the variable env names alone if
+// it is set, else name beside the running program, else in dirs. get is how a
+// person comes by it.
+func findProgram(getenv func(string) string, env, name string, dirs []string, get string) (string, error) {
+	if override := getenv(env); override != "" {
 		file, err := filepath.Abs(override)
+		if err == nil {
+			err = checkExecutable(file)
+		}
 		if err != nil {
-			return "", nil, err
+			return "", advise("set it to the program "+name+", or not at all", "%s=%s: %w", env, override, err)
 		}
-		if info, err := os.Stat(file); err != nil {
-			return "", nil, err
-		} else if !info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0 {
-			return "", nil, fmt.Errorf("%s is not an executable file", file)
-		}
-		return file, nil, nil
+		return file, nil
 	}
-	var candidates []string
+	var tried []string
 	if self, err := os.Executable(); err == nil {
 		if real, err := filepath.EvalSymlinks(self); err == nil {
 			self = real
 		}
-		candidates = append(candidates, filepath.Join(filepath.Dir(self), name))
+		tried = append(tried, filepath.Join(filepath.Dir(self), name))
 	}
-	for _, dir := range filepath.SplitList(path) {
+	for _, dir := range dirs {
 		if filepath.IsAbs(dir) {
-			candidates = append(candidates, filepath.Join(dir, name))
+			tried = append(tried, filepath.Join(dir, name))
 		}
 	}
-	for _, file := range candidates {
-		if isExecutable(file) {
-			return file, nil, nil
+	for _, file := range tried {
+		if checkExecutable(file) == nil {
+			return file, nil
 		}
 	}
-	return "", candidates, nil
+	return "", advise(get+", or set "+env+" to it", "no %s (tried %s)", name, strings.Join(tried, ", "))
+}
+
+func checkExecutable(file string) error {
+	info, err := os.Stat(file)
+	if err == nil && (!info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0) {
+		err = fmt.Errorf("%s is not an executable file", file)
+	}
+	return err
 }
 
 // CheckAgent tells whether the file at path can be PID 1 in a guest of this

@@ -76,6 +76,7 @@ func TestDiagnose(t *testing.T) {
 	bare := names(vmassets.Diagnose(t.Context(), filepath.Join(privateDir(t), "not", "there"), env()))
 	for name, fix := range map[string]string{
 		"qemu": "qemu-system-x86", "guest kernel": "adapter vmm setup", "guest agent": "make build", "initramfs": "see there",
+		"krun-shim": "III_KRUN_SHIM",
 	} {
 		if f := bare[name]; f.OK || !strings.Contains(f.Fix, fix) {
 			t.Errorf("on a bare host: %+v, without %q", f, fix)
@@ -108,8 +109,10 @@ func TestDiagnose(t *testing.T) {
 	writeFile(t, broken, []byte("#!/bin/sh\nexit 127\n"), 0o755)
 	script := filepath.Join(t.TempDir(), "agent")
 	writeFile(t, script, []byte("#!/bin/sh\n"), 0o755)
-	wrong := names(vmassets.Diagnose(t.Context(), dir, env("III_QEMU", broken, "III_GUEST_AGENT", script)))
-	if wrong["qemu"].OK || wrong["guest agent"].OK || wrong["initramfs"].OK {
+	wrong := names(vmassets.Diagnose(t.Context(), dir, env("III_QEMU", broken, "III_GUEST_AGENT", script, "III_KRUN_SHIM", dir)))
+	if wrong["qemu"].OK || wrong["guest agent"].OK || wrong["initramfs"].OK || wrong["krun-shim"].OK {
 		t.Errorf("broken programs pass: %+v", wrong)
 	}
+	none := filepath.Join(dir, "none")
+	names(vmassets.Diagnose(t.Context(), dir, env("III_QEMU", none, "III_GUEST_AGENT", none, "III_KRUN_SHIM", none)))
 }

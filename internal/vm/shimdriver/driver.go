@@ -95,7 +95,7 @@ func (d *Driver) Prepare(ctx context.Context, spec *bootspec.Spec) error {
 	if err := checkSpace(spec.Dir); err != nil {
 		return err
 	}
-	if _, err := d.FindShim(); err != nil {
+	if _, err := vmassets.FindShim(d.cfg.Getenv, d.cfg.Roots.VMM()); err != nil {
 		return err
 	}
 	if err := d.prepareQEMU(ctx, spec); err != nil {
@@ -140,7 +140,7 @@ func checkSpace(dir string) error {
 	if err := unix.Statfs(dir, &st); err != nil {
 		return fmt.Errorf("look for disk space in %s: %w", dir, err)
 	}
-	if free := uint64(st.Bavail) * uint64(st.Bsize); free < minSpace { //nolint:unconvert,gosec // the types differ per system; both are positive
+	if free := uint64(st.Bavail) * uint64(st.Bsize); free < minSpace { //nolint:unconvert // the types differ per system; both are positive
 		return fmt.Errorf("only %d MiB are free where %s lies, a VM needs %d: free some, or set III_SANDBOX_STATE_DIR to another disk",
 			free>>20, dir, minSpace>>20)
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
 // What a shim gets (cmd/krun-shim reads it):
@@ -35,7 +36,7 @@ const detach = 'D'
 
 // Start runs the shim. See vm.Driver.
 func (d *Driver) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) (_ vm.Process, err error) {
-	path, err := d.FindShim()
+	path, err := vmassets.FindShim(d.cfg.Getenv, d.cfg.Roots.VMM())
 	if err != nil {
 		return nil, err
 	}
