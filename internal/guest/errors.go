@@ -44,8 +44,15 @@ func callError(ctx context.Context, op string, err error) error {
 	if !ok {
 		return fmt.Errorf("%s: %w", op, err)
 	}
-	if code := st.Code(); ctx.Err() != nil && (code == codes.Canceled || code == codes.DeadlineExceeded) {
-		return fmt.Errorf("%s: %w", op, context.Cause(ctx))
+	if code := st.Code(); code == codes.Canceled || code == codes.DeadlineExceeded {
+		cause := context.Cause(ctx)
+		// The agent has the same deadline, and may be a moment ahead of us.
+		if _, limited := ctx.Deadline(); cause == nil && limited && code == codes.DeadlineExceeded {
+			cause = context.DeadlineExceeded
+		}
+		if cause != nil {
+			return fmt.Errorf("%s: %w", op, cause)
+		}
 	}
 	return &Error{Op: op, Code: st.Code(), Message: st.Message()}
 }
