@@ -293,10 +293,11 @@ func (f *Files) ReadFile(req *guestv1.ReadFileRequest, stream guestv1.FileServic
 		for {
 			buffer, _ := f.buffers.Get().(*[maxChunk]byte)
 			n, err := r.Read(buffer[:])
-			if errors.Is(err, io.EOF) {
-				return nil
-			}
 			if err != nil {
+				f.buffers.Put(buffer)
+				if errors.Is(err, io.EOF) {
+					return nil
+				}
 				return err
 			}
 			if err := emit(chunk{buffer: buffer, size: n}); err != nil {

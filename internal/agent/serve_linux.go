@@ -12,9 +12,8 @@ import (
 const (
 	// maxChunk is the most data that one message may carry.
 	maxChunk = 64 << 10
-	// maxMessage is the most that a message may have, and a little for what
-	// surrounds a full one.
-	maxMessage = 1<<20 + 64<<10
+	// maxMessage is the most that a message may have.
+	maxMessage = 1 << 20
 
 	streamWindow = 1 << 20
 	connWindow   = 8 << 20

@@ -192,10 +192,8 @@ func (a *App) images(roots layout.Roots) (*imagestore.Store, error) {
 
 // system is what the sandbox commands work with.
 type system struct {
-	roots    layout.Roots
-	launcher *vm.Launcher
-	images   *imagestore.Store
-	manager  *sandbox.Manager
+	roots   layout.Roots
+	manager *sandbox.Manager
 }
 
 func (a *App) system() (*system, error) {
@@ -213,6 +211,6 @@ func (a *App) system() (*system, error) {
 		return nil, err
 	}
 	launcher := vm.New(vm.Config{Driver: driver, Roots: roots, Log: log, Version: a.Version})
-	manager := sandbox.New(sandbox.Config{Launcher: launcher, Images: images, Log: log})
-	return &system{roots: roots, launcher: launcher, images: images, manager: manager}, nil
+	manager := sandbox.New(sandbox.Config{Launcher: launcher, Images: images})
+	return &system{roots: roots, manager: manager}, nil
 }

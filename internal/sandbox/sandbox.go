@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"strings"
 	"syscall"
 	"time"
@@ -43,7 +42,6 @@ const (
 type Config struct {
 	Launcher *vm.Launcher
 	Images   *imagestore.Store
-	Log      *slog.Logger
 }
 
 // Manager makes sandboxes and finds kept ones. It is safe for concurrent use.
@@ -103,7 +101,6 @@ func (r *CreateRequest) applyDefaults() error {
 type Sandbox struct {
 	ID, Name, Image string
 	machine         *vm.Machine
-	idleTimeout     time.Duration
 }
 
 // Create pulls the image where it is missing, boots a VM and returns once its
@@ -136,7 +133,7 @@ func (m *Manager) Create(ctx context.Context, req CreateRequest) (_ *Sandbox, er
 	if err != nil {
 		return nil, fault.BootFailed(err)
 	}
-	return &Sandbox{ID: id, Name: req.Name, Image: req.Image.Name, machine: machine, idleTimeout: req.IdleTimeout}, nil
+	return &Sandbox{ID: id, Name: req.Name, Image: req.Image.Name, machine: machine}, nil
 }
 
 // Exec runs a program and returns when it has ended, see guest.Client.Exec. One

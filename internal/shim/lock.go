@@ -2,7 +2,6 @@ package shim
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"time"
@@ -11,11 +10,9 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
 )
 
-// A disk's last user may still be dying when the next one comes.
-const (
-	lockPatience = 2 * time.Second
-	lockRetry    = 50 * time.Millisecond
-)
+// lockPatience is how long a disk's last user may still be dying when the next
+// one comes.
+const lockPatience = 2 * time.Second
 
 // lockDisk locks the image as long as the returned file is open: shared for a
 // read-only one, else exclusively, because two guests on one ext4 destroy it.
@@ -28,27 +25,16 @@ func lockDisk(ctx context.Context, disk bootspec.Disk) (*os.File, error) {
 	if disk.ReadOnly {
 		kind = flock.Shared
 	}
-	deadline := time.Now().Add(lockPatience)
-	for {
-		err := flock.Try(file, kind)
-		if err == nil {
-			return file, nil
-		}
-		if errors.Is(err, flock.ErrLocked) && time.Now().After(deadline) {
-			err = bootspec.End{
-				Class:   bootspec.EndRefused,
-				Message: fmt.Sprintf("disk %s is in use by another VM: stop that one first", disk.Path),
-			}
-		}
-		if !errors.Is(err, flock.ErrLocked) {
-			_ = file.Close()
-			return nil, err
-		}
-		if err := pause(ctx, lockRetry); err != nil {
-			_ = file.Close()
-			return nil, err
-		}
+	ctx, cancel := context.WithTimeoutCause(ctx, lockPatience, bootspec.End{
+		Class:   bootspec.EndRefused,
+		Message: fmt.Sprintf("disk %s is in use by another VM: stop that one first", disk.Path),
+	})
+	defer cancel()
+	if err := flock.Wait(ctx, file, kind); err != nil {
+		_ = file.Close()
+		return nil, err
 	}
+	return file, nil
 }
 
 // pause waits for d, or returns the cause of ctx's end.
