@@ -1,5 +1,6 @@
 // Package layout names every file and directory that the programs keep on the
-// host. No other package builds such a name.
+// host, down to the directories of the image store and of the VMM's files, inside
+// of which packages imagestore and vmassets give the names.
 //
 // There are four roots, all private to the user (0700):
 //
