@@ -185,7 +185,7 @@ func TestRun_CommandOfTheImage(t *testing.T) {
 	if err := os.WriteFile(script, []byte("echo no first line"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	h.adapter("", "run", "--image", "python", "--", script).want(t, 125, "", "a script needs a #! line")
+	h.adapter("", "run", "--image", "python", "--", script).want(t, 125, "", "adapter: the program was not started: ")
 	h.adapter("", "run", "--image", "python", "--timeout", "200ms", "--", "sleep", "60").want(t, 124, "", "time limit of 200 ms")
 }
 

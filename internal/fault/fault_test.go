@@ -35,6 +35,7 @@ func every() map[string]*fault.Error {
 		"ExecTimedOut":     fault.ExecTimedOut(1500 * time.Millisecond),
 		"BootFailed":       fault.BootFailed(cause),
 		"GuestFailed":      fault.GuestFailed(cause),
+		"StartFailed":      fault.StartFailed(cause),
 		"SandboxLimit":     fault.SandboxLimit(32),
 		"ImageCap":         fault.ImageCap("python", "cpus", 8, 4),
 		"HostPathRefused":  fault.HostPathRefused("/p", "/a", "/b"),

@@ -144,6 +144,12 @@ func GuestFailed(cause error) *Error {
 	return &Error{Code: S300, Message: fmt.Sprintf("the sandbox's VM failed: %v", cause), FixNote: notePlatform, cause: cause}
 }
 
+// StartFailed is S300: the guest could not start a program that is there
+// and allowed. cause says why.
+func StartFailed(cause error) *Error {
+	return &Error{Code: S300, Message: fmt.Sprintf("the program was not started: %v", cause), cause: cause}
+}
+
 // SandboxLimit is S400: as many sandboxes as allowed are there.
 func SandboxLimit(limit int) *Error {
 	return &Error{

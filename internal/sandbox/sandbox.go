@@ -164,7 +164,7 @@ func (s *Sandbox) unstarted(cmd guest.Command, streams guest.IO, result guest.Re
 	case syscall.EACCES:
 		reason = "permission denied"
 	default:
-		return result, fault.GuestFailed(result.SpawnError)
+		return result, fault.StartFailed(result.SpawnError)
 	}
 	if streams.Stderr != nil {
 		if _, err := fmt.Fprintf(streams.Stderr, "exec: %s: %s\n", cmd.Argv[0], reason); err != nil {
