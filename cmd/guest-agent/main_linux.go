@@ -19,10 +19,13 @@ import (
 var version = "0.2.0-dev"
 
 // The guest's memory is its user's: the heap, a few MiB, grows by little before
-// it is collected, and above memoryLimit by less.
+// it is collected, and above memoryLimit by less. Only during the first calmAfter
+// nothing is collected below memoryLimit: a boot makes a few MiB, and on an
+// emulated CPU each collection in it takes longer than what it frees is worth.
 const (
 	gcPercent   = 40
 	memoryLimit = 32 << 20
+	calmAfter   = 5 * time.Second
 )
 
 func main() {
@@ -35,8 +38,9 @@ func main() {
 		}
 		return
 	}
-	debug.SetGCPercent(gcPercent)
 	debug.SetMemoryLimit(memoryLimit)
+	debug.SetGCPercent(-1)
+	time.AfterFunc(calmAfter, func() { debug.SetGCPercent(gcPercent) })
 	boot.CatchSignals()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{ReplaceAttr: short}))
 	if err := run(begun, log); err != nil {
