@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -33,6 +34,10 @@ func Unavailable(err error) bool {
 	return errors.As(err, &e) && e.Code == codes.Unavailable
 }
 
+// deadlineSkew is how much earlier than ours the agent's timer for one deadline
+// may fire; it bounds a wait.
+const deadlineSkew = 100 * time.Millisecond
+
 // callError turns what gRPC returned into what a caller can act on: the cause
 // of ctx's end where that ended the call; an error that is no gRPC status (the
 // VM's end, put there by package vm) as it is; an *Error otherwise.
@@ -44,15 +49,14 @@ func callError(ctx context.Context, op string, err error) error {
 	if !ok {
 		return fmt.Errorf("%s: %w", op, err)
 	}
-	if code := st.Code(); code == codes.Canceled || code == codes.DeadlineExceeded {
-		cause := context.Cause(ctx)
-		// The agent has the same deadline, and may be a moment ahead of us.
-		if _, limited := ctx.Deadline(); cause == nil && limited && code == codes.DeadlineExceeded {
-			cause = context.DeadlineExceeded
+	if st.Code() == codes.DeadlineExceeded {
+		// The agent has our deadline, and its timer may fire a moment before ours.
+		if deadline, ok := ctx.Deadline(); ok && time.Until(deadline) < deadlineSkew {
+			<-ctx.Done()
 		}
-		if cause != nil {
-			return fmt.Errorf("%s: %w", op, cause)
-		}
+	}
+	if code := st.Code(); ctx.Err() != nil && (code == codes.Canceled || code == codes.DeadlineExceeded) {
+		return fmt.Errorf("%s: %w", op, context.Cause(ctx))
 	}
 	return &Error{Op: op, Code: st.Code(), Message: st.Message()}
 }

@@ -22,7 +22,10 @@ func (d *Driver) prepareQEMU(ctx context.Context, spec *bootspec.Spec) error {
 	d.slow.Do(func() {
 		d.cfg.Log.Info("VMs are emulated by QEMU on this host: they work, but programs run several times slower than with libkrun on hardware virtualization")
 	})
-	spec.MemoryMiB = max(spec.MemoryMiB, minMemoryQEMU)
+	// What is less than any VM may have stays as it is, to be refused.
+	if spec.MemoryMiB >= bootspec.MinMemoryMiB {
+		spec.MemoryMiB = max(spec.MemoryMiB, minMemoryQEMU)
+	}
 	binary, err := vmassets.FindQEMU(d.cfg.Getenv, guestArch)
 	if err != nil {
 		return err
