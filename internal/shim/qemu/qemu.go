@@ -96,7 +96,8 @@ func port(id, name string, fd int) []string {
 }
 
 // disk is a drive and its device. Discards reach the file, so that it shrinks
-// with what the guest deletes.
+// with what the guest deletes. An error of the host's disk is the guest's too:
+// by default QEMU would stop the VM for ever once the host's disk is full.
 func disk(id, bus, serial string, d bootspec.Disk) []string {
 	drive := "if=none,id=" + id + ",format=raw,file=" + escape(d.Path)
 	switch {
@@ -109,7 +110,7 @@ func disk(id, bus, serial string, d bootspec.Disk) []string {
 		// Flushes are ignored: nobody mounts this disk again.
 		drive += ",cache=unsafe,discard=unmap"
 	}
-	return []string{"-drive", drive, "-device", "virtio-blk-" + bus + ",drive=" + id + ",serial=" + serial}
+	return []string{"-drive", drive, "-device", "virtio-blk-" + bus + ",drive=" + id + ",werror=report,rerror=report,serial=" + serial}
 }
 
 // escape doubles commas, which part the options of one argument.
