@@ -135,7 +135,7 @@ func (g *gateway) explain(ctx context.Context, s *session, err error) error {
 	}
 	select {
 	case <-s.done():
-		return g.unavailable(ctx, "the link to the agent broke: try again")
+		return g.unavailable(ctx, "the link to the agent broke, or the guest hangs: try again")
 	default:
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
 )
 
 // HTTP/2's flow-control windows on the link: what may be under way unread, for
@@ -27,6 +28,13 @@ const (
 
 	// helloTimeout bounds the agent's first HTTP/2 frame.
 	helloTimeout = 30 * time.Second
+
+	// silence is how long the agent may say nothing, while a call is open,
+	// before it is asked for a sign of life, and signTimeout how long that may
+	// take. A guest that has halted or hangs tells nobody; one that is only slow,
+	// emulated on a busy host and with a thousand programs of its own, answers.
+	silence     = 30 * time.Second
+	signTimeout = 90 * time.Second
 )
 
 // session is one HTTP/2 connection to the agent.
@@ -54,6 +62,7 @@ func newSession(c net.Conn) (*session, error) {
 		grpc.WithNoProxy(),
 		grpc.WithIdleTimeout(0),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.DefaultConfig, MinConnectTimeout: helloTimeout}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: silence, Timeout: signTimeout}),
 		grpc.WithInitialWindowSize(streamWindow),
 		grpc.WithInitialConnWindowSize(connWindow),
 		grpc.WithReadBufferSize(bufferSize),
