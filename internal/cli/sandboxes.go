@@ -175,11 +175,7 @@ func (a *App) stop(ctx context.Context, keys []string, all bool) error {
 	var stops sync.WaitGroup
 	for i, key := range keys {
 		stops.Go(func() {
-			box, err := sys.manager.Open(ctx, key)
-			if err == nil {
-				err = box.Stop(ctx)
-			}
-			if err != nil {
+			if err := sys.manager.Stop(ctx, key); err != nil {
 				errs[i] = fmt.Errorf("stop %s: %w", key, err)
 			}
 		})

@@ -243,19 +243,47 @@ func (m *Manager) List(ctx context.Context) ([]Info, error) {
 // Open finds a kept sandbox by its id, an unambiguous beginning of it, or its
 // name, and connects to it.
 func (m *Manager) Open(ctx context.Context, key string) (*Sandbox, error) {
-	kept, err := m.cfg.Launcher.List(ctx)
-	if err != nil {
-		return nil, err
-	}
-	match, err := pick(kept, key)
+	match, err := m.find(ctx, key)
 	if err != nil {
 		return nil, err
 	}
 	machine, err := m.cfg.Launcher.Attach(ctx, match.ID)
 	if err != nil {
-		return nil, fault.GuestFailed(err)
+		return nil, keptFault(key, err)
 	}
 	return &Sandbox{ID: match.ID, Name: match.Name, Image: match.Image, machine: machine}, nil
+}
+
+// Stop finds a kept sandbox as Open does and ends it as Sandbox.Stop does, also
+// one that does not answer any more.
+func (m *Manager) Stop(ctx context.Context, key string) error {
+	match, err := m.find(ctx, key)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := cleanup.Context(ctx, stopTimeout)
+	defer cancel()
+	if err := m.cfg.Launcher.Stop(ctx, match.ID, stopGrace); err != nil {
+		return keptFault(key, err)
+	}
+	return nil
+}
+
+// keptFault is what a call to a kept sandbox failed at; it may have ended since
+// it was found.
+func keptFault(key string, err error) error {
+	if errors.Is(err, vm.ErrNotKept) {
+		return fault.SandboxNotFound(key)
+	}
+	return fault.GuestFailed(err)
+}
+
+func (m *Manager) find(ctx context.Context, key string) (Info, error) {
+	kept, err := m.cfg.Launcher.List(ctx)
+	if err != nil {
+		return Info{}, err
+	}
+	return pick(kept, key)
 }
 
 func pick(kept []Info, key string) (Info, error) {

@@ -22,6 +22,30 @@ const attachTimeout = 10 * time.Second
 // caller ends with Stop, or with Close, which lets it live on. ErrNotKept when
 // there is none of this id.
 func (l *Launcher) Attach(ctx context.Context, id string) (*Machine, error) {
+	m, err := l.hold(id)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, attachTimeout, errors.New("shim and agent do not answer: stop it, if they never do"))
+	defer cancel()
+	if m.info, err = m.awaitHello(ctx); err != nil {
+		return nil, fmt.Errorf("attach to vm %s: %w", id, errors.Join(err, m.Close()))
+	}
+	return m, nil
+}
+
+// Stop ends a kept VM as Machine.Stop does, also one whose agent or shim does
+// not answer any more. ErrNotKept when there is none of this id.
+func (l *Launcher) Stop(ctx context.Context, id string, grace time.Duration) error {
+	m, err := l.hold(id)
+	if err != nil {
+		return err
+	}
+	return errors.Join(m.Stop(ctx, grace), m.Close())
+}
+
+// hold makes the handle of a kept VM, without asking it anything.
+func (l *Launcher) hold(id string) (*Machine, error) {
 	if !layout.ValidID(id) {
 		return nil, fmt.Errorf("vm %q: %w", id, ErrNotKept)
 	}
@@ -29,9 +53,6 @@ func (l *Launcher) Attach(ctx context.Context, id string) (*Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, attachTimeout, errors.New("shim and agent do not answer"))
-	defer cancel()
-
 	watched, m, err := newMachine(l, &machineDir{Machine: l.roots.Machine(id), id: id})
 	if err != nil {
 		return nil, fmt.Errorf("attach to vm %s: %w", id, err)
@@ -41,9 +62,6 @@ func (l *Launcher) Attach(ctx context.Context, id string) (*Machine, error) {
 	m.process = process
 	go process.follow(watched)
 	go m.watch()
-	if m.info, err = m.awaitHello(ctx); err != nil {
-		return nil, fmt.Errorf("attach to vm %s: %w", id, errors.Join(err, m.Close()))
-	}
 	return m, nil
 }
 

@@ -1,10 +1,13 @@
 package shimdriver_test
 
 import (
+	"errors"
 	"os"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
@@ -166,5 +169,32 @@ func TestKilledShimOfKeptVMLeavesNothing(t *testing.T) {
 	}
 	if kept, err := l.List(e.Context(t)); err != nil || len(kept) != 0 {
 		t.Errorf("still listed: %+v, %v", kept, err)
+	}
+}
+
+func TestKeptVMWhoseShimHangsIsStopped(t *testing.T) {
+	host := vmtest.QEMU(t)
+	e := qemuEnv(t, host, nil)
+	l := e.Launcher(t)
+	req := e.Request()
+	req.Lifetime = vm.Detached
+	m := e.Launch(t, l, req)
+	if err := m.Release(vm.Label{}); err != nil {
+		t.Fatal(err)
+	}
+	kept, err := l.List(e.Context(t))
+	if err != nil || len(kept) != 1 {
+		t.Fatalf("kept are %+v, %v", kept, err)
+	}
+	if err := unix.Kill(kept[0].Shim.PID, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Stop(e.Context(t), m.ID(), 0); err != nil {
+		t.Error(err)
+	}
+	e.Await(t, m.Done(), "the end of the launcher's handle")
+	e.CheckEmpty(t)
+	if err := l.Stop(e.Context(t), m.ID(), 0); !errors.Is(err, vm.ErrNotKept) {
+		t.Errorf("stop after the end: %v", err)
 	}
 }
