@@ -139,9 +139,9 @@ func (c *Client) Exec(ctx context.Context, cmd Command, with IO) (Result, error)
 
 	result, err := receive(stream, with)
 	if err != nil {
-		var local *localError
-		if errors.As(err, &local) {
-			return Result{}, fmt.Errorf("exec: %w", local.error)
+		var local *StreamError
+		if errors.As(err, &local) || errors.Is(err, errNoEnd) {
+			return Result{}, fmt.Errorf("exec: %w", err)
 		}
 		return Result{}, callError(ctx, "exec", err)
 	}
@@ -173,8 +173,21 @@ func byteSlices(list []string) [][]byte {
 	return out
 }
 
-// localError is a fault on our side of the stream.
-type localError struct{ error }
+// StreamError is a fault of the caller's own reader or writer: nothing is wrong
+// with the guest.
+type StreamError struct {
+	// Op is "read stdin", "write stdout" or "write stderr".
+	Op  string
+	Err error
+}
+
+func (e *StreamError) Error() string { return e.Op + ": " + e.Err.Error() }
+
+// Unwrap returns the reader's or writer's error.
+func (e *StreamError) Unwrap() error { return e.Err }
+
+// errNoEnd is a fault of the agent.
+var errNoEnd = errors.New("the agent ended the call without telling how the program ended")
 
 // receive copies output until the exit.
 func receive(stream guestv1.AgentService_ExecClient, with IO) (Result, error) {
@@ -182,7 +195,7 @@ func receive(stream guestv1.AgentService_ExecClient, with IO) (Result, error) {
 		msg, err := stream.Recv()
 		if err != nil {
 			if errors.Is(err, io.EOF) {
-				err = &localError{errors.New("the agent ended the call without telling how the program ended")}
+				err = errNoEnd
 			}
 			return Result{}, err
 		}
@@ -205,7 +218,7 @@ func write(w io.Writer, name string, data []byte) error {
 		return nil
 	}
 	if _, err := w.Write(data); err != nil {
-		return &localError{fmt.Errorf("write %s: %w", name, err)}
+		return &StreamError{Op: "write " + name, Err: err}
 	}
 	return nil
 }
@@ -261,7 +274,7 @@ func (in *input) copyStdin(ctx context.Context, cancel context.CancelCauseFunc, 
 			return
 		}
 		if err != nil {
-			cancel(fmt.Errorf("read stdin: %w", err))
+			cancel(&StreamError{Op: "read stdin", Err: err})
 			return
 		}
 	}
