@@ -184,6 +184,10 @@ func (a *App) hasLayout(roots layout.Roots, name string) bool {
 }
 
 func (a *App) images(roots layout.Roots) (*imagestore.Store, error) {
+	// The kernels lie there too.
+	if err := layout.MakePrivate(roots.Cache); err != nil {
+		return nil, fmt.Errorf("image store: %w", err)
+	}
 	return imagestore.Open(roots.Images(), imagestore.Options{
 		Log: a.logger(), LayoutDir: a.imageLayouts(roots),
 		InsecureRegistries: strings.FieldsFunc(a.Getenv("III_INSECURE_REGISTRIES"), func(r rune) bool { return r == ',' || r == ' ' }),

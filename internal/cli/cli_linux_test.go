@@ -233,6 +233,8 @@ func TestRun_JSONOfAnErrorIsTheEnvelope(t *testing.T) {
 	}{
 		{[]string{"--image", "nope", "-c", "x"}, 125, "S100", "create"},
 		{[]string{"--image", "python", "--memory", "3", "-c", "x"}, 125, "S001", "create"},
+		{[]string{"--image", "python", "--keep", "--name", "a\nb", "-c", "x"}, 125, "S001", "create"},
+		{[]string{"--image", "python", "/no/such/file.py"}, 125, "S300", "create"},
 		{[]string{"--image", "python", "--timeout", "100ms", "--", "sleep", "60"}, 124, "S200", "exec"},
 	} {
 		r := h.adapter("", append([]string{"run", "--json"}, test.args...)...)

@@ -102,15 +102,18 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	}
 	sys, err := a.system()
 	if err != nil {
-		return &exitError{ExitNoProgram, err}
+		return a.runFailed(f, "", err)
 	}
 	image, err := catalog.ResolveDirect(f.image, func(name string) bool { return a.hasLayout(sys.roots, name) })
 	if err != nil {
 		return a.runFailed(f, "", err)
 	}
 	program, fromStdin, err := a.program(f, args, dash)
-	if err != nil {
+	if usage := (usageError{}); errors.As(err, &usage) {
 		return err
+	}
+	if err != nil {
+		return a.runFailed(f, "", err)
 	}
 	ctx, caught := catchInterrupts(ctx)
 	defer caught.Close()
@@ -159,7 +162,7 @@ func (a *App) program(f *runFlags, args []string, dash int) (p sandbox.Program, 
 		p.Code, err = readCodeFile(file)
 	}
 	if err != nil {
-		return p, fromStdin, &exitError{ExitNoProgram, err}
+		return p, fromStdin, err
 	}
 	p.Lang = f.lang
 	if p.Lang == "" {

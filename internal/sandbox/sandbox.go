@@ -11,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 	"time"
+	"unicode"
 
 	"github.com/google/uuid"
 
@@ -30,6 +31,9 @@ const (
 	MaxCPUs            = 255
 	DefaultIdleTimeout = 300 * time.Second
 )
+
+// maxName bounds a sandbox's name, in bytes.
+const maxName = 255
 
 // stopGrace is the time programs have between SIGTERM and SIGKILL when their
 // sandbox stops; stopTimeout bounds the whole stop.
@@ -57,7 +61,8 @@ type CreateRequest struct {
 	Image catalog.Image
 	// CPUs and MemoryMiB are the VM's size; 0 takes the default.
 	CPUs, MemoryMiB int
-	// Name is a free label, for people; it need not be unique.
+	// Name is a free label, for people, of at most 255 bytes and without control
+	// characters; it need not be unique.
 	Name string
 	// Env is laid over the image's environment, KEY=value.
 	Env []string
@@ -87,6 +92,9 @@ func (r *CreateRequest) applyDefaults() error {
 		return fault.InvalidRequest("memory_mb is %d, must be at least %d", r.MemoryMiB, MinMemoryMiB)
 	case r.IdleTimeout < 0:
 		return fault.InvalidRequest("the idle timeout is negative")
+	}
+	if len(r.Name) > maxName || strings.ContainsFunc(r.Name, unicode.IsControl) {
+		return fault.InvalidRequest("the name has control characters or more than %d bytes", maxName)
 	}
 	for _, kv := range r.Env {
 		if key, _, ok := strings.Cut(kv, "="); !ok || key == "" {
@@ -142,6 +150,10 @@ func (m *Manager) Create(ctx context.Context, req CreateRequest) (_ *Sandbox, er
 // is S300 (contract: exec).
 func (s *Sandbox) Exec(ctx context.Context, cmd guest.Command, streams guest.IO) (guest.Result, error) {
 	result, err := s.machine.Guest().Exec(ctx, cmd, streams)
+	var local *guest.StreamError
+	if errors.As(err, &local) {
+		return result, local
+	}
 	if err != nil {
 		return result, fault.GuestFailed(err)
 	}
