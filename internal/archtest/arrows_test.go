@@ -18,7 +18,7 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup flock proc agentlink bootspec erofs agent/rexp ->
+fault layout cleanup flock proc agentlink bootspec erofs krun agent/rexp ->
 
 # Data and single outside things.
 catalog    -> fault

@@ -1,0 +1,7 @@
+//go:build !linux
+
+package krun_test
+
+import "errors"
+
+func hideKVM(string) error { return errors.New("there is no /dev/kvm here") }

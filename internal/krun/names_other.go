@@ -1,0 +1,8 @@
+//go:build !linux
+
+package krun
+
+const (
+	soName       = "libkrun.1.dylib"
+	firmwareName = "libkrunfw.5.dylib"
+)
