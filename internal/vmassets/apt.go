@@ -41,16 +41,7 @@ type packageVersion struct {
 }
 
 func newApt(o *Options) (*apt, error) {
-	a := &apt{o: o, root: os.Geteuid() == 0, env: []string{"LC_ALL=C", "DEBIAN_FRONTEND=noninteractive"}}
-	// Nothing else of the environment is apt's business.
-	for _, key := range []string{
-		"PATH", "HOME", "TMPDIR", "APT_CONFIG", "http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy",
-		"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
-	} {
-		if value := o.Getenv(key); value != "" {
-			a.env = append(a.env, key+"="+value)
-		}
-	}
+	a := &apt{o: o, root: os.Geteuid() == 0, env: o.environment("DEBIAN_FRONTEND=noninteractive", "APT_CONFIG", "ftp_proxy")}
 	for _, program := range []struct {
 		name string
 		path *string
@@ -163,7 +154,7 @@ func (a *apt) download(ctx context.Context, pkg packageVersion, dir string) (str
 		// private directory, and warn about it.
 		args = append([]string{"-o", "APT::Sandbox::User=root"}, args...)
 	}
-	stop := a.reportGrowth(dir)
+	stop := a.o.reportGrowth("kernel", dir)
 	_, err = a.run(ctx, dir, a.aptGet, args...)
 	stop()
 	if err != nil {
@@ -174,7 +165,7 @@ func (a *apt) download(ctx context.Context, pkg packageVersion, dir string) (str
 
 // reportGrowth says every few seconds how much has arrived in dir, until the
 // returned function is called.
-func (a *apt) reportGrowth(dir string) (stop func()) {
+func (o *Options) reportGrowth(what, dir string) (stop func()) {
 	quit, gone := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(gone)
@@ -185,7 +176,7 @@ func (a *apt) reportGrowth(dir string) (stop func()) {
 			case <-quit:
 				return
 			case <-tick.C:
-				a.o.say("kernel: %d MiB downloaded", sizeBelow(dir)>>20)
+				o.say("%s: %d MiB downloaded", what, sizeBelow(dir)>>20)
 			}
 		}
 	}()
@@ -211,11 +202,32 @@ func sizeBelow(dir string) int64 {
 	return size
 }
 
-// run runs a program to its end and returns what it printed. The error has the
-// end of what it said on standard error.
+// run runs a program with apt's environment; see runProgram.
 func (a *apt) run(ctx context.Context, dir, program string, args ...string) ([]byte, error) {
+	return runProgram(ctx, a.env, dir, program, args...)
+}
+
+// environment is what a package client gets: a setting of ours, and of this
+// process's environment what every such client needs and what is named beside.
+// Nothing else is its business.
+func (o *Options) environment(setting string, beside ...string) []string {
+	env := []string{"LC_ALL=C", setting}
+	for _, key := range append([]string{
+		"PATH", "HOME", "TMPDIR", "http_proxy", "https_proxy", "no_proxy", "all_proxy",
+		"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
+	}, beside...) {
+		if value := o.Getenv(key); value != "" {
+			env = append(env, key+"="+value)
+		}
+	}
+	return env
+}
+
+// runProgram runs a program to its end and returns what it printed. The error
+// has the end of what it said on standard error.
+func runProgram(ctx context.Context, env []string, dir, program string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, program, args...)
-	cmd.Dir, cmd.Env = dir, a.env
+	cmd.Dir, cmd.Env = dir, env
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }

@@ -40,7 +40,7 @@ func Diagnose(ctx context.Context, dir string, getenv func(string) string) []Fin
 	kernel, kernelFinding := diagnoseKernel(dir, getenv)
 	agent, agentFinding := diagnoseAgent(getenv)
 	return []Finding{
-		diagnoseVirtualization(), diagnoseQEMU(ctx, getenv), kernelFinding, agentFinding,
+		diagnoseVirtualization(), diagnoseLibkrun(dir, getenv), diagnoseQEMU(ctx, getenv), kernelFinding, agentFinding,
 		diagnoseInitramfs(ctx, kernel, agent), diagnoseShim(dir, getenv), diagnoseSpace(dir), diagnoseTSC(dir),
 	}
 }

@@ -23,10 +23,9 @@ func kvmUsable(device, cpuinfo, arch string) error {
 	fd, err := unix.Open(device, unix.O_RDWR|unix.O_CLOEXEC, 0)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return advise("load kvm_intel or kvm_amd, turn virtualization on in the firmware, or nested virtualization in the settings of the cloud or WSL machine; in a container, pass the device in",
-			"%s is missing", device)
+		return withoutDevice(device, cpuinfo, arch)
 	case errors.Is(err, fs.ErrPermission):
-		return advise("add the user to group kvm and log in again", "%s may not be opened by this user", device)
+		return advise("add the user to group kvm and log in again (usermod -aG kvm)", "no permission: %s is there but may not be opened by this user", device)
 	case err != nil:
 		return fmt.Errorf("open %s: %w", device, err)
 	}
@@ -36,13 +35,43 @@ func kvmUsable(device, cpuinfo, arch string) error {
 	if arch != "amd64" {
 		return nil
 	}
-	info, err := os.ReadFile(cpuinfo)
+	module, err := kvmModule(cpuinfo)
 	if err != nil {
 		return err
 	}
-	flags := cpuFlags(string(info))
-	if !slices.Contains(flags, "vmx") && !slices.Contains(flags, "svm") {
-		return advise("choose a machine with nested virtualization", "%s is there, but the processor shows neither vmx nor svm: this host lets no guest of it use hardware virtualization", device)
+	if module == "" {
+		return advise("choose a machine with nested virtualization", "no hardware virtualization: %s is there, but the processor shows neither vmx nor svm, so this host lets no guest of it use it", device)
 	}
 	return nil
+}
+
+// withoutDevice tells a driver that is not loaded from a processor that could not
+// serve it.
+func withoutDevice(device, cpuinfo, arch string) error {
+	module, err := kvmModule(cpuinfo)
+	if arch != "amd64" || err != nil {
+		return advise("turn virtualization on in the settings of the machine; in a container, pass the device in", "%s is missing", device)
+	}
+	if module == "" {
+		return advise("turn virtualization on in the firmware, or nested virtualization in the settings of the cloud or WSL machine",
+			"no hardware virtualization: the processor shows neither vmx nor svm, and %s is missing", device)
+	}
+	return advise("load it (modprobe "+module+"); in a container, pass the device in", "not loaded: the processor has hardware virtualization, but %s is missing", device)
+}
+
+// kvmModule is the kernel module for this x86-64 processor; empty where it shows
+// no hardware virtualization.
+func kvmModule(cpuinfo string) (string, error) {
+	info, err := os.ReadFile(cpuinfo)
+	if err != nil {
+		return "", err
+	}
+	flags := cpuFlags(string(info))
+	switch {
+	case slices.Contains(flags, "vmx"):
+		return "kvm_intel", nil
+	case slices.Contains(flags, "svm"):
+		return "kvm_amd", nil
+	}
+	return "", nil
 }

@@ -1,7 +1,7 @@
 // Package vmassets gets, makes and finds what a VMM needs on disk beside the
 // image: a kernel that QEMU can enter directly, the kernel's modules, the
-// initramfs with the guest agent, empty file systems for the writable disk, the
-// host's TSC rate, and the programs themselves.
+// initramfs with the guest agent, libkrun with its kernel, empty file systems for
+// the writable disk, the host's TSC rate, and the programs themselves.
 //
 // Everything it makes lies under one directory (layout.Roots.VMM) and can be
 // made again:
@@ -12,9 +12,11 @@
 //	initramfs/lock          flocked while an archive is added or removed
 //	initramfs/<name>.cpio   agent and modules
 //	initramfs/<key>.ref     names the archive for one agent file
+//	libkrun/lock            flocked while the libraries are added
+//	libkrun/<name>/         libkrun, libkrunfw, their licences
 //	tsc.json                the TSC rate, valid for one boot of the host
 //
-// A kernel directory or archive appears under its name by one rename and never
+// A directory or archive appears under its name by one rename and never
 // changes after it, so a process killed at any point leaves nothing that
 // counts; what is left under a temporary name is removed by the next one that
 // holds the lock.
