@@ -14,6 +14,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/qemu"
 )
 
@@ -51,11 +52,8 @@ func bootVM(ctx context.Context, spec *bootspec.Spec, opts shim.Options) bootspe
 	switch spec.VMM {
 	case bootspec.QEMU:
 		opts.Hypervisor = qemu.Hypervisor{Wrap: confinement(opts.Log)}
-	default:
-		return bootspec.End{
-			Class: bootspec.EndRefused, ExitCode: -1,
-			Message: fmt.Sprintf("this build of krun-shim has no VMM %q: use qemu (--vmm, III_SANDBOX_VMM)", spec.VMM),
-		}
+	case bootspec.Libkrun:
+		opts.Hypervisor = libkrun.Hypervisor{Command: libkrunCommand(opts.Log)}
 	}
 	return shim.Run(ctx, spec, opts)
 }

@@ -26,18 +26,26 @@ const (
 // free, to remove the VM's files at the end. Nil when it is switched off or the
 // kernel has no Landlock.
 func confinement(log *slog.Logger) func(*bootspec.Spec) []string {
-	if os.Getenv(envLandlock) == landlockOff {
-		log.Warn("the VMM runs without Landlock", "reason", envLandlock+"="+landlockOff)
-		return nil
-	}
-	if abi, err := landlocksys.LandlockGetABIVersion(); err != nil || abi < 1 {
-		log.Info("the VMM runs without Landlock", "reason", "the kernel has none")
+	if !canConfine(log) {
 		return nil
 	}
 	return func(spec *bootspec.Spec) []string {
 		// By this link the running program is found even if its file was replaced.
 		return []string{"/proc/self/exe", commandConfine, spec.Upper.Path, spec.Lower.Path, spec.QEMU.Kernel, spec.QEMU.Initramfs, "--"}
 	}
+}
+
+// canConfine tells whether a VMM is to be confined, and logs why not.
+func canConfine(log *slog.Logger) bool {
+	if os.Getenv(envLandlock) == landlockOff {
+		log.Warn("the VMM runs without Landlock", "reason", envLandlock+"="+landlockOff)
+		return false
+	}
+	if abi, err := landlocksys.LandlockGetABIVersion(); err != nil || abi < 1 {
+		log.Info("the VMM runs without Landlock", "reason", "the kernel has none")
+		return false
+	}
+	return true
 }
 
 // systemDirs are where programs, libraries, firmware and their configuration
@@ -77,4 +85,26 @@ func confine(args []string) error {
 		return fmt.Errorf("confine the VMM with Landlock: %w: set %s=%s to do without", err, envLandlock, landlockOff)
 	}
 	return fmt.Errorf("execute %s: %w", argv[0], unix.Exec(argv[0], argv, os.Environ()))
+}
+
+// confineLibkrun lets this process read what the system has, the libraries, the
+// lower disk and the directory that the guest boots from, write the upper disk
+// and use /dev/kvm. So a guest cannot fill the host's disk through the directory
+// that it boots from, which libkrun lets it write to.
+func confineLibkrun(spec *bootspec.Spec) error {
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("PR_SET_NO_NEW_PRIVS: %w", err)
+	}
+	k := spec.Libkrun
+	err := landlock.V7.BestEffort().Restrict(
+		landlock.RODirs(append(systemDirs(), k.Root, "/proc/self", "/sys/devices/system/cpu")...).IgnoreIfMissing(),
+		landlock.ROFiles("/dev/zero", "/dev/random", "/dev/urandom").IgnoreIfMissing(),
+		landlock.ROFiles(k.Library, k.Firmware, spec.Lower.Path),
+		landlock.RWFiles(spec.Upper.Path, os.DevNull),
+		landlock.RWFiles("/dev/kvm").WithIoctlDev(),
+	)
+	if err != nil {
+		return fmt.Errorf("confine libkrun with Landlock: %w: set %s=%s to do without", err, envLandlock, landlockOff)
+	}
+	return nil
 }

@@ -13,3 +13,7 @@ import (
 func confinement(*slog.Logger) func(*bootspec.Spec) []string { return nil }
 
 func confine([]string) error { return errors.New(commandConfine + ": only Linux has Landlock") }
+
+func canConfine(*slog.Logger) bool { return false }
+
+func confineLibkrun(*bootspec.Spec) error { return errors.New("only Linux has Landlock") }

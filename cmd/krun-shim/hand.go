@@ -16,6 +16,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
@@ -114,6 +115,13 @@ func renew(spec *bootspec.Spec, o *handOptions, undo *cleanup.Stack) error {
 	}
 	spec.Socket = filepath.Join(spec.Dir, "shim.sock")
 	files := layout.Machine{Dir: spec.Dir, Socket: spec.Socket}
+	if spec.Libkrun != nil {
+		saved := spec.Libkrun.Root
+		spec.Libkrun.Root = files.Root()
+		if err := remakeRoot(spec.Libkrun.Root, saved); err != nil {
+			return err
+		}
+	}
 	if o.upper != "" {
 		spec.Upper.Path, err = filepath.Abs(o.upper)
 		return err
@@ -124,6 +132,19 @@ func renew(spec *bootspec.Spec, o *handOptions, undo *cleanup.Stack) error {
 		return fmt.Errorf("%w: remove it, or name it with --upper", err)
 	}
 	return err
+}
+
+// remakeRoot makes the directory that the guest boots from, with the agent of the
+// VM that the spec was saved for, or where that is gone, the one that an adapter
+// would take.
+func remakeRoot(dir, saved string) error {
+	agent := filepath.Join(saved, libkrun.AgentFile)
+	if _, err := os.Stat(agent); err != nil {
+		if agent, err = vmassets.FindAgent(os.Getenv); err != nil {
+			return err
+		}
+	}
+	return vmassets.MakeRoot(dir, agent)
 }
 
 // machineDir makes dir, or a temporary directory that undo removes.

@@ -168,7 +168,7 @@ func TestBadInput(t *testing.T) {
 		{"unknown machine", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Machine = "pc" })}, spec, `qemu.machine is "pc"`},
 		{"no QEMU", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Binary = "/no/qemu" })}, bootspec.EndRefused.ExitStatus(), "install qemu-system"},
 		{"QEMU that is no program", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Binary = s.QEMU.Initramfs })}, bootspec.EndRefused.ExitStatus(), "not an executable file"},
-		{"no libkrun", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.VMM, s.QEMU = bootspec.Libkrun, nil })}, bootspec.EndRefused.ExitStatus(), "has no VMM"},
+		{"no libkrun", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.VMM, s.QEMU = bootspec.Libkrun, nil })}, bootspec.EndBadSpec.ExitStatus(), "the libkrun part is missing"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()

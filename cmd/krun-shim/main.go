@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -33,6 +34,7 @@ const (
 const (
 	commandBoot    = "__vm-boot"
 	commandConfine = "__confine"
+	commandLibkrun = "__libkrun"
 )
 
 // exitUsage is for what is wrong before there is a VM; bootspec has the others.
@@ -62,6 +64,10 @@ Environment:
 `
 
 func main() {
+	if len(os.Args) > 1 && os.Args[1] == commandLibkrun {
+		// libkrun wants the process's first thread, which this is.
+		runtime.LockOSThread()
+	}
 	// The launcher may be gone before what is printed.
 	signal.Ignore(syscall.SIGPIPE)
 	os.Exit(run(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
@@ -84,6 +90,8 @@ func run(args []string, stdin *os.File, stdout, stderr io.Writer) int {
 		return 0
 	case commandConfine:
 		return complain(stderr, confine(args[1:]))
+	case commandLibkrun:
+		return enterLibkrun(args[1:], stdin, stderr)
 	case commandBoot:
 		return boot(args[1:], stdin, stdout, stderr)
 	default:

@@ -26,6 +26,10 @@ const (
 	AgentPort = "iii.agent"
 )
 
+// VsockPort is the port of the host that the agent dials where the VMM has
+// vsock.
+const VsockPort = 1024
+
 // MaxEnv is the most bytes that the payload of an env frame may have.
 const MaxEnv = 1 << 20
 

@@ -32,9 +32,11 @@ guest      -> agentlink api/guest/v1 fault
 vm             -> api/shim/v1 bootspec cleanup flock guest layout proc
 vm/shimdriver  -> bootspec cleanup layout proc vm vmassets
 shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layout
-# agentlink for the names of the console ports. QEMU must die with the shim and
+# agentlink for the names of the console ports, layout for that of the link's
+# socket, krun for the types of its calls alone. QEMU must die with the shim and
 # in no other way, so proc, whose children outlive calls, is not for it.
 shim/qemu      -> agentlink bootspec shim
+shim/libkrun   -> agentlink bootspec krun layout shim
 # It puts a shim and an agent together in one process.
 vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout shim vm vmassets
 
@@ -52,7 +54,7 @@ agent       -> agent/fsops agent/procs agentlink api/guest/v1 fault
 # Programs. krun-shim can also boot a spec from a file, by hand: then it fills in
 # what the launcher would have.
 cmd/adapter     -> cli layout vm vm/shimdriver
-cmd/krun-shim   -> agentlink bootspec cleanup layout shim shim/qemu vmassets
+cmd/krun-shim   -> agentlink bootspec cleanup krun layout shim shim/libkrun shim/qemu vmassets
 cmd/guest-agent -> agent agent/boot agent/procs agentlink
 
 # Programs of the build.

@@ -72,7 +72,8 @@ type Spec struct {
 	Version int `json:"version"`
 	// ID names the VM: see layout.ValidID.
 	ID string `json:"id"`
-	// VMM is QEMU or Libkrun; the part of the same name is then set.
+	// VMM is QEMU or Libkrun; the part of the same name is then set (Validate
+	// insists for QEMU alone: tests play the other without libraries).
 	VMM string `json:"vmm"`
 	// Lifetime is Tied or Detached.
 	Lifetime string `json:"lifetime"`
@@ -90,7 +91,8 @@ type Spec struct {
 	Lower     Disk `json:"lower"`
 	Upper     Disk `json:"upper"`
 
-	QEMU *QEMUSpec `json:"qemu,omitempty"`
+	QEMU    *QEMUSpec    `json:"qemu,omitempty"`
+	Libkrun *LibkrunSpec `json:"libkrun,omitempty"`
 
 	Guest Guest `json:"guest"`
 }
@@ -118,6 +120,17 @@ type QEMUSpec struct {
 	// Initramfs the archive with agent and modules.
 	Kernel    string `json:"kernel"`
 	Initramfs string `json:"initramfs"`
+}
+
+// LibkrunSpec is what libkrun needs beyond the common part.
+type LibkrunSpec struct {
+	// Library is libkrun's file, Firmware that of libkrunfw, which has the kernel.
+	Library  string `json:"library"`
+	Firmware string `json:"firmware"`
+	// Root is the directory that the guest boots from: the agent, and empty
+	// directories to mount on. It is this VM's alone, since the guest may change
+	// it.
+	Root string `json:"root"`
 }
 
 // Guest is the part of the document that the agent gets. The token and the
@@ -194,6 +207,10 @@ func (s *Spec) paths() []namedPath {
 	if s.QEMU != nil {
 		paths = append(paths, namedPath{"qemu.binary", s.QEMU.Binary}, namedPath{"qemu.kernel", s.QEMU.Kernel},
 			namedPath{"qemu.initramfs", s.QEMU.Initramfs})
+	}
+	if s.Libkrun != nil {
+		paths = append(paths, namedPath{"libkrun.library", s.Libkrun.Library}, namedPath{"libkrun.firmware", s.Libkrun.Firmware},
+			namedPath{"libkrun.root", s.Libkrun.Root})
 	}
 	return paths
 }

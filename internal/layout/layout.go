@@ -139,6 +139,9 @@ func ValidID(id string) bool {
 	return true
 }
 
+// LinkName is the name of Machine.Link in its directory.
+const LinkName = "link.sock"
+
 // Machine is the files of one VM: a directory and, at a short path, a socket.
 type Machine struct {
 	Dir, Socket string
@@ -165,6 +168,12 @@ func (m Machine) End() string { return filepath.Join(m.Dir, fileEnd) }
 
 // Record describes a kept sandbox to later commands.
 func (m Machine) Record() string { return filepath.Join(m.Dir, fileRecord) }
+
+// Link is the socket to which libkrun connects what the guest dials.
+func (m Machine) Link() string { return filepath.Join(m.Dir, LinkName) }
+
+// Root is the directory that a guest of libkrun boots from.
+func (m Machine) Root() string { return filepath.Join(m.Dir, "root") }
 
 // CheckSocket refuses a socket path that the system could not bind.
 func (m Machine) CheckSocket() error {

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"syscall"
 
 	"github.com/google/renameio/v2"
 
@@ -51,11 +52,15 @@ func (r *run) explain(end bootspec.End, cause error) bootspec.End {
 	case bootspec.EndGuest:
 		r.explainGuest(&end, words)
 	case bootspec.EndCrashed, bootspec.EndRefused:
-		// A VMM that fails before the guest printed anything did not want it.
-		if !end.Booted && !words.console.any && end.ExitCode > 0 {
+		// A VMM that fails before the guest printed anything did not want it; one
+		// that had a guest has no say any more in what its status is.
+		switch {
+		case end.Booted:
+			end.Class = bootspec.EndCrashed
+		case !words.console.any && (end.ExitCode > 0 || end.Signal == int(syscall.SIGABRT)):
 			end.Class = bootspec.EndRefused
 		}
-		if last := words.vmm.lastLine(); last != "" {
+		if last := words.vmm.reason(); last != "" {
 			end.Message += ": " + last
 		}
 	}

@@ -143,6 +143,21 @@ func (t *tail) lastLine() string {
 	return ""
 }
 
+// rustPanic is in the line before the one in which a program in Rust says why it
+// gives up; it then prints how to debug it.
+const rustPanic = "panicked at"
+
+// reason is the line that tells why a VMM ended, as well as can be told: the last
+// one, but for panics.
+func (t *tail) reason() string {
+	if at := bytes.LastIndex(t.buf, []byte(rustPanic)); at >= 0 {
+		if lines := bytes.SplitN(t.buf[at:], []byte("\n"), 3); len(lines) > 1 && len(lines[1]) > 0 {
+			return oneLine(string(lines[1]))
+		}
+	}
+	return t.lastLine()
+}
+
 // lineWith is the last line that has text, from text on.
 func (t *tail) lineWith(text string) string {
 	at := bytes.LastIndex(t.buf, []byte(text))

@@ -7,6 +7,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -184,6 +185,9 @@ func TestEndsOfTheGuest(t *testing.T) {
 	const panicked = "[    1.2] Kernel panic - not syncing: Attempted to kill init! exitcode=0x00000100\r\n[    1.3] CPU: 0 PID: 1\r\n"
 	status1 := bootspec.End{Class: bootspec.EndCrashed, Message: "VMM ended with status 1", ExitCode: 1}
 	guest := bootspec.End{Class: bootspec.EndGuest, Message: "VMM ended"}
+	const rust = "thread '<unnamed>' (7) panicked at src/a.rs:1:2:\nno room for a kernel\nnote: run with a backtrace\nfatal runtime error, aborting\n"
+	aborted := bootspec.End{Class: bootspec.EndCrashed, Message: "VMM gave up", ExitCode: -1, Signal: int(syscall.SIGABRT)}
+	says125 := bootspec.End{Class: bootspec.EndRefused, Message: "no VM", ExitCode: 125}
 	for _, tt := range []struct {
 		name         string
 		boot         bool
@@ -201,6 +205,10 @@ func TestEndsOfTheGuest(t *testing.T) {
 		{"refused", false, "", "warning\nqemu: -m 99999999: out of range\n", status1, bootspec.EndRefused, "status 1: qemu: -m 99999999: out of range"},
 		{"crashed before boot", false, "Linux version\r\n", "oops\n", status1, bootspec.EndCrashed, "status 1: oops"},
 		{"crashed", true, "", "assertion\n", status1, bootspec.EndCrashed, "status 1: assertion"},
+		{"abort before boot", false, "", rust, aborted, bootspec.EndRefused, "VMM gave up: no room for a kernel"},
+		{"abort with a guest", true, "", rust, aborted, bootspec.EndCrashed, "VMM gave up: no room for a kernel"},
+		{"panic cut off", false, "", "thread panicked at src/a.rs", aborted, bootspec.EndRefused, "panicked at src/a.rs"},
+		{"guest that chose the status", true, "", "", says125, bootspec.EndCrashed, "no VM"},
 		{"told to end", true, "", "qemu: terminating on signal 15 from pid 1 (init)\n", guest, bootspec.EndKilled, "terminating on signal 15"},
 		{"out of memory", true, "", "", bootspec.End{Class: bootspec.EndKilled, Message: "killed by SIGKILL", Signal: 9, ExitCode: -1}, bootspec.EndKilled, "killed by SIGKILL"},
 	} {

@@ -39,10 +39,23 @@ type Finding struct {
 func Diagnose(ctx context.Context, dir string, getenv func(string) string) []Finding {
 	kernel, kernelFinding := diagnoseKernel(dir, getenv)
 	agent, agentFinding := diagnoseAgent(getenv)
-	return []Finding{
-		diagnoseVirtualization(), diagnoseLibkrun(dir, getenv), diagnoseQEMU(ctx, getenv), kernelFinding, agentFinding,
-		diagnoseInitramfs(ctx, kernel, agent), diagnoseShim(dir, getenv), diagnoseSpace(dir), diagnoseTSC(dir),
+	libkrun, ready := diagnoseLibkrun(dir, getenv)
+	emulation := []Finding{diagnoseQEMU(ctx, getenv), kernelFinding, diagnoseInitramfs(ctx, kernel, agent), diagnoseTSC(dir)}
+	if ready {
+		for i := range emulation {
+			emulation[i] = emulation[i].unneeded()
+		}
 	}
+	findings := []Finding{diagnoseVirtualization(), libkrun, agentFinding, diagnoseShim(dir, getenv), diagnoseSpace(dir)}
+	return append(findings, emulation...)
+}
+
+// unneeded is the finding where VMs boot without what it is about.
+func (f Finding) unneeded() Finding {
+	if !f.OK {
+		f.OK, f.Finding, f.Fix = true, "not needed with libkrun: "+f.Finding, ""
+	}
+	return f
 }
 
 func diagnoseShim(dir string, getenv func(string) string) Finding {

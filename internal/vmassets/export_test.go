@@ -3,9 +3,8 @@ package vmassets
 import (
 	"context"
 	"runtime"
+	"time"
 )
-
-import "time"
 
 // TSCHost lets tests describe a host to TSCKHz: the contents of the files it
 // reads and what it would measure.

@@ -211,13 +211,15 @@ func missingLibraries(needed, dirs []string, cache string) (missing, packages []
 	return missing, packages
 }
 
-func diagnoseLibkrun(dir string, getenv func(string) string) Finding {
-	f := Finding{Name: "libkrun", OK: true}
+// diagnoseLibkrun also tells whether VMs run on libkrun here.
+func diagnoseLibkrun(dir string, getenv func(string) string) (f Finding, ready bool) {
+	f = Finding{Name: "libkrun", OK: true}
 	pair, err := FindLibkrun(dir, getenv)
 	virtualization := HardwareVirtualization()
 	switch {
 	case err == nil && virtualization == nil:
 		f.Finding = pair.Library + ", kernel in " + pair.Firmware
+		return f, true
 	case err == nil:
 		f.Finding = pair.Library + " is there, but of no use without hardware virtualization"
 	case virtualization != nil:
@@ -228,5 +230,5 @@ func diagnoseLibkrun(dir string, getenv func(string) string) Finding {
 			f.Fix = "VMs would run several times faster: " + f.Fix
 		}
 	}
-	return f
+	return f, false
 }

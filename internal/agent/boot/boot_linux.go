@@ -74,12 +74,12 @@ func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error
 	if err := g.readSpec(ctx); err != nil {
 		return nil, err
 	}
-	link, err := openPort(ctx, agentlink.AgentPort)
+	way, err := openLink(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("link to the shim: %w", err)
 	}
 	// The shim's answers and the mounts do not wait for one another.
-	listener := listen(&serialLink{port: link}, g.spec.Token, log)
+	listener := listen(way, g.spec.Token, log)
 	if err := g.switchRoot(ctx); err != nil {
 		return nil, err
 	}
@@ -95,6 +95,19 @@ func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error
 	g.Listener = listener
 	g.Agent = time.Since(begun)
 	return g, nil
+}
+
+// libkrunEnv is what libkrun's init leaves in the environment of the program that
+// it becomes; no other VMM's guests have it.
+const libkrunEnv = "KRUN_INIT_PID1"
+
+// openLink finds the way to the shim that this VMM has.
+func openLink(ctx context.Context) (link, error) {
+	if os.Getenv(libkrunEnv) != "" {
+		return vsockLink{}, nil
+	}
+	port, err := openPort(ctx, agentlink.AgentPort)
+	return &serialLink{port: port}, err
 }
 
 func (g *Guest) readSpec(ctx context.Context) error {

@@ -44,6 +44,8 @@ type Driver struct {
 	cfg Config
 	// slow says once that VMs are emulated.
 	slow sync.Once
+	// hint says once that they need not be.
+	hint sync.Once
 }
 
 // Driver is the production driver.
@@ -66,18 +68,29 @@ func (d *Driver) choose(requested string) (string, error) {
 		case "":
 			continue
 		case auto:
-			// libkrun comes with its own driver part; until then a VM is always
-			// an emulated one.
-			return bootspec.QEMU, nil
-		case bootspec.QEMU:
-			return bootspec.QEMU, nil
-		case bootspec.Libkrun:
-			return "", errors.New("this build has no libkrun yet: use qemu or auto (--vmm, III_SANDBOX_VMM)")
+			return d.fastest(), nil
+		case bootspec.QEMU, bootspec.Libkrun:
+			return name, nil
 		default:
 			return "", fmt.Errorf("vmm %q is unknown: use auto, qemu or libkrun (--vmm, III_SANDBOX_VMM)", name)
 		}
 	}
 	return bootspec.QEMU, nil
+}
+
+// fastest is libkrun where the host can run it: its processor lets it, and the
+// libraries are there. Whether they load is found out with the first VM.
+func (d *Driver) fastest() string {
+	if vmassets.HardwareVirtualization() != nil {
+		return bootspec.QEMU
+	}
+	if _, err := vmassets.FindLibkrun(d.cfg.Roots.VMM(), d.cfg.Getenv); err != nil {
+		d.hint.Do(func() {
+			d.cfg.Log.Warn("this host has hardware virtualization, but VMs are emulated since libkrun cannot be used", "error", err)
+		})
+		return bootspec.QEMU
+	}
+	return bootspec.Libkrun
 }
 
 // Prepare checks everything about this host that a boot would trip over, names
@@ -98,7 +111,11 @@ func (d *Driver) Prepare(ctx context.Context, spec *bootspec.Spec) error {
 	if _, err := vmassets.FindShim(d.cfg.Getenv, d.cfg.Roots.VMM()); err != nil {
 		return err
 	}
-	if err := d.prepareQEMU(ctx, spec); err != nil {
+	prepare := d.prepareQEMU
+	if vmm == bootspec.Libkrun {
+		prepare = d.prepareLibkrun
+	}
+	if err := prepare(ctx, spec); err != nil {
 		return err
 	}
 	return prepareUpper(spec.Upper)

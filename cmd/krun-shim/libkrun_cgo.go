@@ -1,0 +1,26 @@
+//go:build cgo
+
+package main
+
+import (
+	"fmt"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/krun"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
+)
+
+// openLibkrun loads libkrun and begins a VM. Its log goes to standard error.
+func openLibkrun(k *bootspec.LibkrunSpec) (libkrun.VM, error) {
+	lib, err := krun.Open(k.Library, k.Firmware)
+	if err != nil {
+		return nil, err
+	}
+	if err := lib.InitLog(2, krun.LogWarn); err != nil {
+		return nil, err
+	}
+	if !lib.Has(krun.FeatureBlk) {
+		return nil, fmt.Errorf("%s was built without disks (BLK=1): install another build, or name one with III_LIBKRUN_PATH", k.Library)
+	}
+	return lib.NewContext()
+}
