@@ -75,6 +75,39 @@ func QEMU(t testing.TB) *Host {
 	return host
 }
 
+// Libkrun returns the host if it can run libkrun's VMs. Otherwise it skips the
+// test and says why, or fails it where VMTEST_REQUIRE has libkrun.
+func Libkrun(t testing.TB) *Host {
+	t.Helper()
+	host, err := libkrunHost()
+	if err != nil {
+		if slices.Contains(strings.Split(os.Getenv(requireEnv), ","), "libkrun") {
+			t.Fatalf("tests on libkrun are required: %v", err)
+		}
+		t.Skipf("no tests on libkrun: %v", err)
+	}
+	return host
+}
+
+// libkrunHost is qemuHost for libkrun. The variable is read-only.
+//
+//nolint:gochecknoglobals // as qemuHost
+var libkrunHost = sync.OnceValues(findLibkrunHost)
+
+func findLibkrunHost() (*Host, error) {
+	if err := vmassets.HardwareVirtualization(); err != nil {
+		return nil, err
+	}
+	roots, err := layout.FromEnvironment(os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := vmassets.FindLibkrun(roots.VMM(), os.Getenv); err != nil {
+		return nil, err
+	}
+	return findImage(roots)
+}
+
 // qemuHost looks for the host once per process. The variable is read-only.
 //
 //nolint:gochecknoglobals // what it finds costs seconds, and cannot change
@@ -91,6 +124,11 @@ func findQEMUHost() (*Host, error) {
 	if _, err := vmassets.Find(roots.VMM(), os.Getenv); err != nil {
 		return nil, err
 	}
+	return findImage(roots)
+}
+
+// findImage completes a host that can run VMs.
+func findImage(roots layout.Roots) (*Host, error) {
 	image, err := openImage(roots)
 	if err != nil {
 		return nil, fmt.Errorf("%w: make it with `go run ./build/images %s`", err, imageName)
