@@ -83,6 +83,14 @@ check: go-version ## Check that generated code and go.mod are up to date
 bench: ## Measure boot, exec, memory and streams beside their floors
 	@sh build/bench.sh $(BENCH_FLAGS)
 
+.PHONY: lab
+lab: ## Run the VM suite on libkrun in an emulated machine (LAB_FLAGS='-- CMD': something else)
+	@sh build/lab.sh $(LAB_FLAGS)
+
+.PHONY: lab-shell
+lab-shell: ## Open a shell in that machine; Ctrl-A X ends it
+	@sh build/lab.sh --shell
+
 .PHONY: ci
 ci: ## What continuous integration runs
 	@.ci/run

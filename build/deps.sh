@@ -1,11 +1,12 @@
 #!/bin/sh
 # Installs what the project needs from the system and does not find.
 #
-# usage: deps.sh build|run|test ...
+# usage: deps.sh build|run|test|lab ...
 #
 #   build  what `make build` needs: a C compiler for krun-shim
 #   run    what a sandbox needs on a host without hardware virtualization: QEMU
 #   test   what the tests compare our own work with
+#   lab    what libkrun needs, and what fetches it
 #
 # As root on Debian or Ubuntu the missing packages are installed with apt-get,
 # without a question. Elsewhere they are named, and the script succeeds: the
@@ -47,8 +48,13 @@ for group in "$@"; do
 		need xz xz-utils
 		need git git
 		;;
+	lab)
+		need npm npm
+		need /usr/lib/x86_64-linux-gnu/libcap-ng.so.0 libcap-ng0
+		need /usr/lib/x86_64-linux-gnu/libgcc_s.so.1 libgcc-s1
+		;;
 	*)
-		echo "deps: no group named $group: use build, run, test" >&2
+		echo "deps: no group named $group: use build, run, test, lab" >&2
 		exit 2
 		;;
 	esac

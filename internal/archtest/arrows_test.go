@@ -66,6 +66,9 @@ test/bench/sequence ->
 test/bench/probe    -> test/bench/sequence
 test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver
 
+# The lab, where libkrun's guests run on any host.
+test/lab -> layout vmassets
+
 archtest ->
 `
 
