@@ -70,6 +70,10 @@ func TestValidateNamesEveryFault(t *testing.T) {
 		"qemu.kernel is":        func(s *bootspec.Spec) { s.QEMU.Kernel = "/a\x00" },
 		"qemu part is missing":  func(s *bootspec.Spec) { s.QEMU = nil },
 		"qemu.tsc_khz":          func(s *bootspec.Spec) { s.QEMU.TSCKHz = 0 },
+		"libkrun.firmware is \"fw\"": func(s *bootspec.Spec) {
+			s.Libkrun = &bootspec.LibkrunSpec{Library: "/lib", Firmware: "fw", Root: "/root"}
+		},
+		"libkrun.root is empty": func(s *bootspec.Spec) { s.Libkrun = &bootspec.LibkrunSpec{Library: "/lib", Firmware: "/fw"} },
 		"vmm is \"xen\"":        func(s *bootspec.Spec) { s.VMM = "xen" },
 		"guest: version is 0":   func(s *bootspec.Spec) { s.Guest.Version = 0 },
 		"token is not":          func(s *bootspec.Spec) { s.Guest.Token = "short" },

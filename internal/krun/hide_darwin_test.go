@@ -1,4 +1,4 @@
-//go:build !linux
+//go:build cgo
 
 package krun_test
 
