@@ -66,7 +66,7 @@ func newRig(t *testing.T, script string) *rig {
 
 func newDriver(t *testing.T, roots layout.Roots, env map[string]string) *shimdriver.Driver {
 	t.Helper()
-	d, err := shimdriver.New(shimdriver.Config{Roots: roots, Log: vmtest.Logger(t), Getenv: func(k string) string { return env[k] }})
+	d, err := shimdriver.New(shimdriver.Config{VMM: bootspec.QEMU, Roots: roots, Log: vmtest.Logger(t), Getenv: func(k string) string { return env[k] }})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -286,6 +286,8 @@ func TestMissingPartsAreNamed(t *testing.T) {
 		"shim a file":   {env: map[string]string{"III_KRUN_SHIM": lower}, words: []string{"not an executable"}},
 		"qemu":          {env: map[string]string{"III_KRUN_SHIM": program}, words: []string{"qemu-system", "apt-get install", "III_QEMU"}},
 		"agent":         {env: map[string]string{"III_KRUN_SHIM": program, "III_QEMU": program}, words: []string{"guest agent", "III_GUEST_AGENT"}},
+		// Either the host cannot run it, or it is not where it is said to be.
+		"libkrun": {env: map[string]string{"III_KRUN_SHIM": program, "III_LIBKRUN_PATH": "/none"}, words: []string{"libkrun"}},
 		"kernel": {
 			env:   map[string]string{"III_KRUN_SHIM": program, "III_QEMU": program, "III_GUEST_AGENT": program},
 			words: []string{"kernel", "vmm setup", "III_VM_KERNEL"},
@@ -296,6 +298,9 @@ func TestMissingPartsAreNamed(t *testing.T) {
 			spec := &bootspec.Spec{Dir: dir, Lower: bootspec.Disk{Path: lower}, Upper: bootspec.Disk{Path: dir + "/upper-" + name}, MemoryMiB: 512}
 			if tt.lower != "" {
 				spec.Lower.Path = tt.lower
+			}
+			if name == "libkrun" {
+				spec.VMM = bootspec.Libkrun
 			}
 			err := newDriver(t, roots, tt.env).Prepare(t.Context(), spec)
 			if err == nil {
@@ -312,7 +317,7 @@ func TestMissingPartsAreNamed(t *testing.T) {
 
 func TestChoiceOfVMM(t *testing.T) {
 	t.Parallel()
-	for vmm, want := range map[string]string{"": "", "auto": "", "qemu": "", "libkrun": "no libkrun yet", "xen": "unknown"} {
+	for vmm, want := range map[string]string{"": "", "auto": "", "qemu": "", "libkrun": "", "xen": "unknown"} {
 		_, err := shimdriver.New(shimdriver.Config{VMM: vmm, Log: vmtest.Discard(), Getenv: func(string) string { return "" }})
 		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", vmm, err)
