@@ -65,7 +65,7 @@ if [ -z "$missing" ]; then
 	exit
 fi
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-	echo "deps: not found: $missing; install them, on Debian: sudo apt-get install $missing"
+	echo "note: not found: $missing; install them, on Debian: sudo apt-get install $missing"
 	exit
 fi
 

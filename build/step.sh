@@ -1,5 +1,6 @@
 # Sourced by the scripts beside it: one line per step, its output kept in a log
-# that is shown when the step fails.
+# that is shown when the step fails. A line of it that begins with "note: " is
+# shown in any case.
 
 mkdir -p .cache/log
 steps=0
@@ -19,4 +20,5 @@ step() {
 		exit 1
 	fi
 	echo "$(($(date +%s) - began)) s"
+	sed -n 's/^note: /  /p' "$log"
 }
