@@ -21,26 +21,27 @@ func HardwareVirtualization() error {
 
 func kvmUsable(device, cpuinfo, arch string) error {
 	fd, err := unix.Open(device, unix.O_RDWR|unix.O_CLOEXEC, 0)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
+	if errors.Is(err, fs.ErrNotExist) {
 		return withoutDevice(device, cpuinfo, arch)
+	}
+	if err == nil {
+		err = unix.Close(fd)
+	}
+	// Before the device's permissions: getting them would be of no use.
+	if arch == "amd64" {
+		module, err := kvmModule(cpuinfo)
+		if err != nil {
+			return err
+		}
+		if module == "" {
+			return advise("choose a machine with nested virtualization", "%s is there, but the processor shows neither vmx nor svm, so this host lets no guest of it use it", device)
+		}
+	}
+	switch {
 	case errors.Is(err, fs.ErrPermission):
-		return advise("add the user to group kvm and log in again (usermod -aG kvm)", "no permission: %s is there but may not be opened by this user", device)
+		return advise("add the user to group kvm and log in again (usermod -aG kvm USER)", "no permission: %s is there but may not be opened by this user", device)
 	case err != nil:
 		return fmt.Errorf("open %s: %w", device, err)
-	}
-	if err := unix.Close(fd); err != nil {
-		return err
-	}
-	if arch != "amd64" {
-		return nil
-	}
-	module, err := kvmModule(cpuinfo)
-	if err != nil {
-		return err
-	}
-	if module == "" {
-		return advise("choose a machine with nested virtualization", "no hardware virtualization: %s is there, but the processor shows neither vmx nor svm, so this host lets no guest of it use it", device)
 	}
 	return nil
 }
@@ -54,7 +55,7 @@ func withoutDevice(device, cpuinfo, arch string) error {
 	}
 	if module == "" {
 		return advise("turn virtualization on in the firmware, or nested virtualization in the settings of the cloud or WSL machine",
-			"no hardware virtualization: the processor shows neither vmx nor svm, and %s is missing", device)
+			"the processor shows neither vmx nor svm, and %s is missing", device)
 	}
 	return advise("load it (modprobe "+module+"); in a container, pass the device in", "not loaded: the processor has hardware virtualization, but %s is missing", device)
 }
