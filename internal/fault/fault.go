@@ -10,6 +10,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"strings"
 )
 
 // docsBase is the page that explains the codes; the code is its anchor.
@@ -107,8 +108,16 @@ type Error struct {
 	cause error
 }
 
-// Error returns the message and the code.
-func (e *Error) Error() string { return e.Message + " (" + string(e.Code) + ")" }
+// Error returns the message with the code at the end of its first line: more
+// lines are what others said.
+func (e *Error) Error() string {
+	line, more, several := strings.Cut(e.Message, "\n")
+	line += " (" + string(e.Code) + ")"
+	if several {
+		line += "\n" + more
+	}
+	return line
+}
 
 // Unwrap returns the cause, nil where there is none.
 func (e *Error) Unwrap() error { return e.cause }

@@ -238,6 +238,15 @@ func TestEnvelope_DoesNotEscapeHTML(t *testing.T) {
 	}
 }
 
+func TestError_HasTheCodeOnItsFirstLine(t *testing.T) {
+	t.Parallel()
+	for message, want := range map[string]string{"a": "a (S300)", "a\nb\nc": "a (S300)\nb\nc"} {
+		if got := fault.Of(errors.New(message)).Error(); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+}
+
 func TestMessages_AreBoundedAndPrintable(t *testing.T) {
 	t.Parallel()
 	long := strings.Repeat("x", 1<<20)
