@@ -152,7 +152,7 @@ func TestBadInput(t *testing.T) {
 		code int
 		want string
 	}{
-		{"no command", nil, exitUsage, "unknown command"},
+		{"no command", nil, exitUsage, "a command is missing"},
 		{"unknown command", []string{"nonsense"}, exitUsage, `unknown command "nonsense"`},
 		{"no file descriptors", []string{commandBoot}, exitUsage, "file descriptor 3 is not the launcher's ready pipe"},
 		{"unknown flag", []string{commandBoot, "--what"}, exitUsage, "not defined: -what"},

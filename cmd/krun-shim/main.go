@@ -75,7 +75,7 @@ func main() {
 
 func run(args []string, stdin *os.File, stdout, stderr io.Writer) int {
 	if len(args) == 0 {
-		args = []string{""}
+		return complain(stderr, errors.New("a command is missing: see krun-shim --help"))
 	}
 	if slices.ContainsFunc(args[:min(len(args), 2)], isHelp) {
 		args = []string{"help"}

@@ -132,7 +132,8 @@ func (a *App) command() *cobra.Command {
 
 Exit codes: run and exec end with the program's own code (128 + the signal that
 ended it, 127 not found, 126 not allowed), 124 when its time ran out, 125 when the
-sandbox itself failed; every other command with 0, 1 (failed) or 2 (wrong usage).`,
+sandbox itself failed; every other command with 0 or 1 (failed). Wrong usage ends any
+of them with 2.`,
 		Version:       a.Version,
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -149,7 +150,9 @@ sandbox itself failed; every other command with 0, 1 (failed) or 2 (wrong usage)
 		return usagef("%w: see %s --help", err, cmd.CommandPath())
 	})
 	flags := root.PersistentFlags()
-	flags.StringVar(&a.vmm, "vmm", a.Getenv("III_SANDBOX_VMM"), "what runs the VMs: auto, libkrun or qemu (default auto; III_SANDBOX_VMM)")
+	a.vmm = a.Getenv("III_SANDBOX_VMM")
+	flags.Var((*vmmFlag)(&a.vmm), "vmm", "what runs the VMs: auto, libkrun or qemu (default auto; III_SANDBOX_VMM)")
+	flags.Lookup("vmm").DefValue = "" // the text names it
 	flags.BoolVarP(&a.verbose, "verbose", "v", false, "log what happens to standard error")
 	root.AddCommand(a.runCommand(), a.execCommand(), a.lsCommand(), a.stopCommand(),
 		a.imageCommand(), a.vmmCommand(), a.doctorCommand())

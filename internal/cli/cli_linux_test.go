@@ -288,6 +288,8 @@ func TestUsage(t *testing.T) {
 	}{
 		{[]string{"bogus"}, 2, `unknown command "bogus"`},
 		{[]string{"run", "-c", "x"}, 2, "--image is missing"},
+		{[]string{"--vmm", "bogus", "ls"}, 2, "use auto, libkrun or qemu"},
+		{[]string{"image", "rm", "bogus.example/x"}, 1, "see adapter image ls"},
 		{[]string{"run", "--image", "python", "--bogus"}, 2, "unknown flag: --bogus"},
 		{[]string{"run", "--image", "python", "--memory", "1k", "-c", "x"}, 2, "write MiB as in 512"},
 		{[]string{"run", "--image", "python", "--memory", "99999999g", "-c", "x"}, 2, "is not a size"},

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"strconv"
@@ -34,11 +35,34 @@ func (m *memoryFlag) Set(s string) error {
 	return nil
 }
 
+// vmmFlag names what runs the VMs. The variable that stands in for the flag may
+// have any value; the driver refuses it.
+type vmmFlag string
+
+func (v *vmmFlag) String() string { return string(*v) }
+func (v *vmmFlag) Type() string   { return "string" }
+
+func (v *vmmFlag) Set(s string) error {
+	switch s {
+	case "auto", "libkrun", "qemu":
+		*v = vmmFlag(s)
+		return nil
+	}
+	return errors.New("use auto, libkrun or qemu")
+}
+
 // durationFlag is a time, written with a unit or as a number of seconds.
 type durationFlag time.Duration
 
-func (d *durationFlag) String() string { return time.Duration(*d).String() }
-func (d *durationFlag) Type() string   { return "duration" }
+// String is "0" where no time is set, which keeps it out of the help.
+func (d *durationFlag) String() string {
+	if *d == 0 {
+		return "0"
+	}
+	return time.Duration(*d).String()
+}
+
+func (d *durationFlag) Type() string { return "duration" }
 
 func (d *durationFlag) Set(s string) error {
 	value, err := time.ParseDuration(s)

@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"text/tabwriter"
 	"time"
@@ -119,10 +120,17 @@ func (a *App) printImages(entries []imagestore.Entry) error {
 			refs = []string{"-"}
 		}
 		for _, ref := range refs {
-			_, _ = fmt.Fprintf(table, "%s\t%s\t%s\t%s\t%v\n", ref, shortDigest(e.Digest), mib(e.Size), e.Pulled.Local().Format(time.DateTime), e.InUse)
+			_, _ = fmt.Fprintf(table, "%s\t%s\t%s\t%s\t%s\n", ref, shortDigest(e.Digest), mib(e.Size), e.Pulled.Local().Format(time.DateTime), yesNo(e.InUse))
 		}
 	}
 	return table.Flush()
+}
+
+func yesNo(b bool) string {
+	if b {
+		return "yes"
+	}
+	return "no"
 }
 
 // shortDigest cuts a digest to what a person compares: "sha256:" and 12 digits.
@@ -138,7 +146,12 @@ func (a *App) imageRmCommand() *cobra.Command {
 			}
 			return a.withImages(cmd.Context(), func(ctx context.Context, store *imagestore.Store) error {
 				for _, ref := range args {
-					if err := store.Remove(ctx, ref); err != nil {
+					err := store.Remove(ctx, ref)
+					if errors.Is(err, imagestore.ErrNotCached) {
+						// Its own advice is for who wanted to run the image.
+						return fmt.Errorf("image %s is not in the store: see adapter image ls", ref)
+					}
+					if err != nil {
 						return err
 					}
 				}

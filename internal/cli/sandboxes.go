@@ -144,7 +144,7 @@ func (a *App) stopCommand() *cobra.Command {
 	var all bool
 	cmd := &cobra.Command{
 		Use:   "stop (SANDBOX... | --all)",
-		Short: "Stop kept sandboxes and remove all of them",
+		Short: "Stop kept sandboxes; nothing of them is left",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if all == (len(args) > 0) {
 				return usagef("name the sandboxes to stop, or give --all")
