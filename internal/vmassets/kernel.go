@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -169,11 +170,15 @@ func load(root, name string) (*Kernel, *manifest, error) {
 // image and the modules in the directory that modulesOf names for its release;
 // no directory means that all drivers are built in. It fills in the rest of m.
 func build(ctx context.Context, tmp, image string, modulesOf func(release string) string, m *manifest) (err error) {
-	src, err := os.Open(image)
+	// O_NONBLOCK: a fifo must be refused, not waited for.
+	src, err := os.OpenFile(image, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return err
 	}
 	defer src.Close() //nolint:errcheck // only read
+	if file, err := src.Stat(); err != nil || !file.Mode().IsRegular() {
+		return errors.Join(fmt.Errorf("kernel %s is not a regular file", image), err)
+	}
 	dst, err := os.OpenFile(filepath.Join(tmp, imageName), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err

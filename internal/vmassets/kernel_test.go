@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -264,6 +265,19 @@ func TestModulesThatCannotWorkAreRefused(t *testing.T) {
 			}
 			noTemporaries(t, filepath.Join(dir, "kernels"))
 		})
+	}
+}
+
+// Its open would wait for a writer.
+func TestOwnKernelThatIsAFifoIsRefused(t *testing.T) {
+	t.Parallel()
+	image := filepath.Join(t.TempDir(), "kernel")
+	if err := syscall.Mkfifo(image, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := vmassets.Find(t.TempDir(), env("III_VM_KERNEL", image))
+	if err == nil || !strings.Contains(err.Error(), "not a regular file") {
+		t.Errorf("error is %v", err)
 	}
 }
 

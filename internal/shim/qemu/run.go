@@ -59,7 +59,8 @@ func (Hypervisor) Check(spec *bootspec.Spec) error {
 }
 
 func checkReadable(path string) error {
-	file, err := os.Open(path)
+	// O_NONBLOCK: a fifo must be refused, not waited for.
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return err
 	}
