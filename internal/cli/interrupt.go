@@ -18,7 +18,8 @@ func (i interrupted) Error() string { return fmt.Sprintf("interrupted by %v", i.
 func (i interrupted) exitCode() int { return 128 + int(i.signal) }
 
 // interrupts turns SIGINT, SIGTERM and SIGHUP into the end of a context, except
-// that the first one goes to a running program where there is one. Close ends it.
+// that the first one goes to a running program where there is one. The one after
+// the context's end kills this process, should it be stuck. Close ends it.
 type interrupts struct {
 	signals chan os.Signal
 	done    chan struct{}
@@ -42,6 +43,7 @@ func (i *interrupts) loop() {
 		sig, ok := s.(syscall.Signal)
 		if ok && !i.forward(sig) {
 			i.cancel(interrupted{sig})
+			signal.Stop(i.signals)
 		}
 	}
 }
