@@ -53,6 +53,10 @@ func (l *Launcher) hold(id string) (*Machine, error) {
 	if err != nil {
 		return nil, err
 	}
+	// Whoever owns the directory could have put a socket of theirs there.
+	if err := l.prepareRun(); err != nil {
+		return nil, err
+	}
 	watched, m, err := newMachine(l, &machineDir{Machine: l.roots.Machine(id), id: id})
 	if err != nil {
 		return nil, fmt.Errorf("attach to vm %s: %w", id, err)
