@@ -68,7 +68,7 @@ func (h *host) addImage(name string) {
 	}
 	image, err = mutate.ConfigFile(image, &v1.ConfigFile{
 		Architecture: "amd64", OS: "linux", RootFS: mustConfig(h.t, image).RootFS,
-		Config: v1.Config{Env: []string{"FROM_IMAGE=yes", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}},
+		Config: v1.Config{Env: []string{"FROM_IMAGE=yes", "not an entry", "=no key", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}},
 	})
 	if err != nil {
 		h.t.Fatal(err)
@@ -297,6 +297,7 @@ func TestUsage(t *testing.T) {
 		{[]string{"run", "--image", "python", "--env", "=x", "-c", "x"}, 2, "write KEY=value"},
 		{[]string{"run", "--image", "python", "--cpus", "0x", "-c", "x"}, 2, "invalid argument"},
 		{[]string{"run", "--image", "python", "--cpus", "300", "-c", "x"}, 125, "cpus is 300"},
+		{[]string{"run", "--image", "python", "--memory", "9999g", "-c", "x"}, 125, "(S001)"},
 		{[]string{"run", "--image", "python", "--name", "n", "-c", "x"}, 2, "add --keep"},
 		{[]string{"run", "--image", "python", "--json", "--tty", "-c", "x"}, 2, "exclude each other"},
 		{[]string{"run", "--image", "python", "-c", "x", "--", "ls"}, 2, "exclude each other"},

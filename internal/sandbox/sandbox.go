@@ -8,10 +8,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/google/uuid"
 
@@ -28,6 +30,7 @@ const (
 	DefaultCPUs        = 1
 	DefaultMemoryMiB   = 512
 	MinMemoryMiB       = 64
+	MaxMemoryMiB       = 1 << 20
 	MaxCPUs            = 255
 	DefaultIdleTimeout = 300 * time.Second
 )
@@ -90,6 +93,8 @@ func (r *CreateRequest) applyDefaults() error {
 		return fault.InvalidRequest("cpus is %d, must be 1 to %d", r.CPUs, MaxCPUs)
 	case r.MemoryMiB < MinMemoryMiB:
 		return fault.InvalidRequest("memory_mb is %d, must be at least %d", r.MemoryMiB, MinMemoryMiB)
+	case r.MemoryMiB > MaxMemoryMiB:
+		return fault.InvalidRequest("memory_mb is %d, must be at most %d", r.MemoryMiB, MaxMemoryMiB)
 	case r.IdleTimeout < 0:
 		return fault.InvalidRequest("the idle timeout is negative")
 	}
@@ -135,7 +140,7 @@ func (m *Manager) Create(ctx context.Context, req CreateRequest) (_ *Sandbox, er
 	}
 	machine, err := m.cfg.Launcher.Launch(ctx, vm.Request{
 		ID: id, CPUs: req.CPUs, MemoryMiB: req.MemoryMiB, Lower: image.Lower,
-		Env: append(append([]string{}, image.Config.Env...), req.Env...), Hostname: "sandbox-" + id[:8],
+		Env: append(imageEnv(image.Config.Env), req.Env...), Hostname: "sandbox-" + id[:8],
 		Lifetime: lifetime, IdleTimeout: req.IdleTimeout,
 	})
 	if err != nil {
@@ -184,6 +189,15 @@ func (s *Sandbox) unstarted(cmd guest.Command, streams guest.IO, result guest.Re
 		}
 	}
 	return result, nil
+}
+
+// imageEnv leaves out of an image's environment what is not KEY=value in UTF-8:
+// other runtimes let it pass, and no program could read it.
+func imageEnv(env []string) []string {
+	return slices.DeleteFunc(slices.Clone(env), func(kv string) bool {
+		key, _, ok := strings.Cut(kv, "=")
+		return !ok || key == "" || strings.ContainsRune(kv, 0) || !utf8.ValidString(kv)
+	})
 }
 
 // StepError tells at which step of a Run it failed, in the contract's words.
