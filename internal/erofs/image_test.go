@@ -183,7 +183,7 @@ func mount(t testing.TB, image string) (string, bool) {
 		t.Fatalf("the kernel refuses the image: %s", out)
 	}
 	t.Cleanup(func() {
-		if out, err := exec.Command("umount", target).CombinedOutput(); err != nil {
+		if out, err := exec.Command("umount", "-l", target).CombinedOutput(); err != nil {
 			t.Errorf("umount: %s", out)
 		}
 	})

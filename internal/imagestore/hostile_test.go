@@ -116,7 +116,7 @@ func smallDisk(t *testing.T, mib string) string {
 		t.Skipf("no tmpfs can be mounted here: %s", out)
 	}
 	t.Cleanup(func() {
-		if out, err := exec.Command("umount", dir).CombinedOutput(); err != nil {
+		if out, err := exec.Command("umount", "-l", dir).CombinedOutput(); err != nil {
 			t.Errorf("umount: %s", out)
 		}
 	})

@@ -12,7 +12,9 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
@@ -61,6 +63,20 @@ func TestUpperIsASoundEmptyFileSystem(t *testing.T) {
 	}
 }
 
+// unmount waits for the mount to be free: a child that another test is just
+// forking has our files open until it runs its program.
+func unmount(t *testing.T, dir string) {
+	t.Helper()
+	var err error
+	vmtest.Eventually(t, 10*time.Second, "the mount is free", func() bool {
+		err = syscall.Unmount(dir, 0)
+		return !errors.Is(err, syscall.EBUSY)
+	})
+	if err != nil {
+		t.Errorf("unmount %s: %v", dir, err)
+	}
+}
+
 func TestUpperIsMountedByThisKernel(t *testing.T) {
 	t.Parallel()
 	if os.Geteuid() != 0 {
@@ -81,9 +97,7 @@ func TestUpperIsMountedByThisKernel(t *testing.T) {
 		if got, err := os.ReadFile(filepath.Join(dir, "file")); err != nil || !bytes.Equal(got, data) {
 			t.Errorf("%s: read back %d bytes, %v", name, len(got), err)
 		}
-		if out, err := exec.CommandContext(t.Context(), "umount", dir).CombinedOutput(); err != nil {
-			t.Fatalf("umount: %v: %s", err, out)
-		}
+		unmount(t, dir)
 		if e2fsck, err := exec.LookPath("e2fsck"); err == nil {
 			if out, err := exec.CommandContext(t.Context(), e2fsck, "-fn", path).CombinedOutput(); err != nil {
 				t.Errorf("%s: e2fsck after use: %v: %s", name, err, out)
@@ -152,11 +166,7 @@ func TestUpperOnAFullDiskLeavesNothing(t *testing.T) {
 	if out, err := exec.CommandContext(t.Context(), "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", dir).CombinedOutput(); err != nil {
 		t.Skipf("SKIP: this host mounts no tmpfs: %v: %s", err, out)
 	}
-	t.Cleanup(func() {
-		if err := syscall.Unmount(dir, 0); err != nil {
-			t.Error(err)
-		}
-	})
+	t.Cleanup(func() { unmount(t, dir) })
 	for name, kind := range kinds() {
 		path := filepath.Join(dir, "upper.ext4")
 		err := vmassets.CreateUpper(path, kind)

@@ -357,7 +357,7 @@ func TestRemove_MountPoint(t *testing.T) {
 	if err := unix.Mount("tmpfs", dir+"/m", "tmpfs", 0, ""); err != nil {
 		t.Skipf("cannot mount: %v", err)
 	}
-	defer func() { check(t, unix.Unmount(dir+"/m", 0)) }()
+	defer func() { check(t, unix.Unmount(dir+"/m", unix.MNT_DETACH)) }()
 	wantCode(t, fsops.Remove(t.Context(), dir+"/m", true), fault.S216, dir+"/m")
 }
 

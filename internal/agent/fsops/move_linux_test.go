@@ -198,7 +198,7 @@ func TestMove_IntoItselfAcrossAMount(t *testing.T) {
 	if err := unix.Mount("tmpfs", dir+"/tree/m", "tmpfs", 0, "size=1m"); err != nil {
 		t.Skipf("cannot mount: %v", err)
 	}
-	defer func() { check(t, unix.Unmount(dir+"/tree/m", 0)) }()
+	defer func() { check(t, unix.Unmount(dir+"/tree/m", unix.MNT_DETACH)) }()
 	wantCode(t, move(t, dir+"/tree", dir+"/tree/m/tree", false), fault.S216)
 	wantNames(t, dir+"/tree/m")
 	// Neither a mount point nor a tree with one in it moves away.
@@ -217,7 +217,7 @@ func TestMove_FailedCopyLeavesNothing(t *testing.T) {
 	if err := unix.Mount("tmpfs", to, "tmpfs", 0, "size=1m"); err != nil {
 		t.Skipf("cannot mount: %v", err)
 	}
-	defer func() { check(t, unix.Unmount(to, 0)) }()
+	defer func() { check(t, unix.Unmount(to, unix.MNT_DETACH)) }()
 	want := snapshot(t, from)
 	wantCode(t, move(t, from+"/tree", to+"/tree", false), fault.S216)
 	wantCode(t, move(t, from+"/tree/b", to+"/b", false), fault.S216)

@@ -188,7 +188,7 @@ func TestWrite_DiskFull(t *testing.T) {
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
 		t.Skipf("cannot mount: %v", err)
 	}
-	defer func() { check(t, unix.Unmount(dir, 0)) }()
+	defer func() { check(t, unix.Unmount(dir, unix.MNT_DETACH)) }()
 	put(t, dir+"/f", "old")
 	err := write(dir+"/f", strings.Repeat("x", 2<<20), fsops.WriteOptions{Mode: 0o644})
 	wantCode(t, err, fault.S216, dir+"/f")
@@ -213,7 +213,7 @@ func overlay(t *testing.T, lower string) string {
 	if err := unix.Mount("overlay", base+"/merged", "overlay", 0, options); err != nil {
 		t.Skipf("cannot mount an overlay: %v", err)
 	}
-	t.Cleanup(func() { check(t, unix.Unmount(base+"/merged", 0)) })
+	t.Cleanup(func() { check(t, unix.Unmount(base+"/merged", unix.MNT_DETACH)) })
 	return base + "/merged"
 }
 
