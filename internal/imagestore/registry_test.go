@@ -384,18 +384,18 @@ func TestPlainHTTPIsForLoopbackAndListedHosts(t *testing.T) {
 	srv.setFault(func(w http.ResponseWriter, r *http.Request) {
 		if layer(r) {
 			// A documentation address: nothing is ever sent there.
-			http.Redirect(w, r, "http://registry.example/blob", http.StatusTemporaryRedirect)
+			http.Redirect(w, r, "http://elsewhere.example/blob", http.StatusTemporaryRedirect)
 			return
 		}
 		srv.real.ServeHTTP(w, r)
 	})
 	_, err := openStore(t, t.TempDir(), quick()).Ensure(t.Context(), ref, pull)
 	var insecure *imagestore.InsecureError
-	if !errors.As(err, &insecure) || insecure.Host != "registry.example" {
+	if !errors.As(err, &insecure) || insecure.Host != "elsewhere.example" {
 		t.Errorf("error is %v, want an InsecureError", err)
 	}
 	opts := quick()
-	opts.InsecureRegistries, opts.RetryWaits = []string{"registry.example"}, []time.Duration{}
+	opts.InsecureRegistries, opts.RetryWaits = []string{"elsewhere.example"}, []time.Duration{}
 	_, err = openStore(t, t.TempDir(), opts).Ensure(t.Context(), ref, pull)
 	if err == nil || errors.As(err, &insecure) {
 		t.Errorf("error is %v, want the listed host to be tried", err)
