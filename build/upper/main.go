@@ -16,6 +16,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -79,6 +80,9 @@ func generate(k kind, path string) (err error) {
 	if err := mke2fs(k, disk.Name()); err != nil {
 		return err
 	}
+	if err := addDirectories(disk.Name()); err != nil {
+		return err
+	}
 	var packed bytes.Buffer
 	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression)
 	if err != nil {
@@ -104,16 +108,38 @@ func mke2fs(k kind, disk string) error {
 		"-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-i", "16384", "-m", "0", "-U", uuid,
 		"-E", "hash_seed=" + hashSeed + ",assume_storage_prezeroed=1,nodiscard,root_owner=0:0",
 	}, k.args...)
-	program, err := exec.LookPath("mke2fs")
-	if err != nil {
-		program = "/usr/sbin/mke2fs" // where an ordinary user's PATH does not look
-	}
-	cmd := exec.Command(program, append(args, disk)...)
-	cmd.Env = []string{"MKE2FS_CONFIG=/dev/null", "E2FSPROGS_FAKE_TIME=" + fakeTime, "SOURCE_DATE_EPOCH=" + fakeTime}
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("mke2fs (Debian: apt-get install e2fsprogs): %w: %s", err, out)
+	_, err := e2fsprogs("mke2fs", append(args, disk)...)
+	return err
+}
+
+// addDirectories makes the two that overlayfs needs, so that no guest has to.
+func addDirectories(disk string) error {
+	for _, command := range []string{"mkdir upper", "set_inode_field upper mode 040755", "mkdir work", "set_inode_field work mode 040700"} {
+		// debugfs ends with 0 even after an error; it says its version first.
+		out, err := e2fsprogs("debugfs", "-w", "-R", command, disk)
+		if err != nil {
+			return err
+		}
+		if lines := strings.Split(strings.TrimSpace(out), "\n"); len(lines) > 1 {
+			return fmt.Errorf("debugfs: %s: %s", command, out)
+		}
 	}
 	return nil
+}
+
+// e2fsprogs runs one of its programs with nothing left to chance.
+func e2fsprogs(name string, args ...string) (string, error) {
+	program, err := exec.LookPath(name)
+	if err != nil {
+		program = "/usr/sbin/" + name // where an ordinary user's PATH does not look
+	}
+	cmd := exec.Command(program, args...)
+	cmd.Env = []string{"MKE2FS_CONFIG=/dev/null", "E2FSPROGS_FAKE_TIME=" + fakeTime, "SOURCE_DATE_EPOCH=" + fakeTime}
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("%s (Debian: apt-get install e2fsprogs): %w: %s", name, err, out)
+	}
+	return string(out), nil
 }
 
 // writeBlocks writes number and bytes of every block that is not zero.

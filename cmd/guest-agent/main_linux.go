@@ -40,7 +40,6 @@ func main() {
 	}
 	debug.SetMemoryLimit(memoryLimit)
 	debug.SetGCPercent(-1)
-	time.AfterFunc(calmAfter, func() { debug.SetGCPercent(gcPercent) })
 	boot.CatchSignals()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{ReplaceAttr: short}))
 	if err := run(begun, log); err != nil {
@@ -79,6 +78,10 @@ func run(begun time.Time, log *slog.Logger) error {
 	for _, warning := range guest.Warnings {
 		log.Warn("boot went on without", "what", warning)
 	}
+	time.AfterFunc(calmAfter-time.Since(begun), func() {
+		debug.SetGCPercent(gcPercent)
+		guest.FreeModules()
+	})
 	go func() {
 		<-service.Done()
 		cancel()

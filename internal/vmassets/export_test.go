@@ -40,3 +40,6 @@ func CheckLibrary(path, arch string) error  { return checkLibrary(path, arch) }
 func MissingLibraries(n, d []string, c string) (missing, packages []string) {
 	return missingLibraries(n, d, c)
 }
+
+// Lean is lean.
+func Lean(ko []byte) []byte { return lean(ko) }

@@ -22,7 +22,7 @@ const (
 	archiveExt   = ".cpio"
 	refExt       = ".ref"
 	// archiveFormat changes whenever the same inputs give another archive.
-	archiveFormat = "2"
+	archiveFormat = "3"
 	// keepArchives is how many archives stay even when they are old, and
 	// keepTime how long one stays after its last use: it covers the time from
 	// here to QEMU's having read it.
@@ -165,7 +165,7 @@ func (k *Kernel) writeArchive(f, agent *os.File, info fs.FileInfo) error {
 		if err != nil {
 			return err
 		}
-		data = unsigned(data)
+		data = lean(data)
 		e := entry{name: "modules/" + name, mode: cpioFile | 0o644, size: int64(len(data)), data: bytes.NewReader(data)}
 		if err := c.add(e); err != nil {
 			return err

@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"compress/gzip"
 	"debug/elf"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -226,21 +225,4 @@ func readModule(path string) ([]byte, error) {
 		return nil, err
 	}
 	return data.Bytes(), nil
-}
-
-// unsigned cuts the signature off a module's end (Linux, module_signature.h: the
-// signature, 12 bytes about it, a fixed text). The guest does not load the keys to
-// check it with, which saves it time, but would still compute the hash.
-func unsigned(ko []byte) []byte {
-	const mark, about = "~Module signature appended~\n", 12
-	body, found := bytes.CutSuffix(ko, []byte(mark))
-	if !found || len(body) < about {
-		return ko
-	}
-	head := body[len(body)-about:]
-	size := uint64(head[3]) + uint64(head[4]) + uint64(binary.BigEndian.Uint32(head[8:])) + about
-	if size > uint64(len(body)) {
-		return ko
-	}
-	return body[:uint64(len(body))-size]
 }

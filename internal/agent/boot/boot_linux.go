@@ -54,6 +54,8 @@ type Guest struct {
 	env *port
 	// old is the root before the switch, where the disks are mounted.
 	old *os.File
+	// modules tells whether the initramfs had any.
+	modules bool
 }
 
 // Boot does all of PID 1's work up to the open link and returns with "/" being
@@ -68,7 +70,8 @@ func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error
 	if err := calmMonitor(); err != nil {
 		g.warn("runtime monitor", err)
 	}
-	if err := loadModules("/modules"); err != nil {
+	var err error
+	if g.modules, err = loadModules("/" + modulesDir); err != nil {
 		return nil, err
 	}
 	if err := g.readSpec(ctx); err != nil {

@@ -142,14 +142,14 @@ func TestWriteEtc(t *testing.T) {
 
 func TestModulesWithoutOrder(t *testing.T) {
 	t.Parallel()
-	if err := loadModules(filepath.Join(t.TempDir(), "none")); err != nil {
+	if some, err := loadModules(filepath.Join(t.TempDir(), "none")); err != nil || some {
 		t.Errorf("a kernel without modules: %v", err)
 	}
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "order"), []byte("lost.ko\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := loadModules(dir); err == nil || !strings.Contains(err.Error(), "lost.ko") {
+	if _, err := loadModules(dir); err == nil || !strings.Contains(err.Error(), "lost.ko") {
 		t.Errorf("a module that is not there: %v, want an error that names it", err)
 	}
 }
@@ -186,7 +186,7 @@ func TestUseless_ModulesWithoutTheirDevice(t *testing.T) {
 		{"virtio_blk.ko", microvm, false},
 		{"erofs.ko", q35, false},
 	} {
-		if got := useless(test.file, test.sys); got != test.want {
+		if got := newMachine(test.sys).useless(test.file); got != test.want {
 			t.Errorf("%s: %v, want %v", test.file, got, test.want)
 		}
 	}

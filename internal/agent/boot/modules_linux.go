@@ -8,32 +8,50 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
 
+// modulesDir is where the initramfs has the modules, relative to its root.
+const modulesDir = "modules"
+
 // loadModules loads the modules that dir/order names, one file name a line, in
-// that order, but for drivers of devices that this machine has not, and removes
-// dir, which only takes memory. Without dir/order there is nothing to do.
-func loadModules(dir string) error {
+// that order, but for drivers of devices that this machine has not. It tells
+// whether there are any: without dir/order there are none.
+func loadModules(dir string) (bool, error) {
 	order, err := os.ReadFile(filepath.Join(dir, "order"))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+		return false, nil
 	}
 	if err != nil {
-		return fmt.Errorf("kernel modules: %w", err)
+		return false, fmt.Errorf("kernel modules: %w", err)
 	}
+	machine := newMachine("/sys")
 	for _, name := range strings.Fields(string(order)) {
-		if useless(name, "/sys") {
+		if machine.useless(name) {
 			continue
 		}
 		if err := loadModule(filepath.Join(dir, name)); err != nil {
-			return fmt.Errorf("kernel module %s: %w: do the modules belong to this kernel?", name, err)
+			return false, fmt.Errorf("kernel module %s: %w: do the modules belong to this kernel?", name, err)
 		}
 	}
-	// Best effort, for the memory alone.
-	_ = os.RemoveAll(dir)
-	return nil
+	return true, nil
+}
+
+// FreeModules frees the memory that the loaded modules' files take: they lie
+// below the old root. It may wait until the guest has nothing better to do.
+// Failing is no harm.
+func (g *Guest) FreeModules() {
+	if !g.modules {
+		return
+	}
+	root, err := os.OpenRoot(fmt.Sprintf("/proc/self/fd/%d", g.old.Fd()))
+	if err != nil {
+		return
+	}
+	defer root.Close() //nolint:errcheck // only a directory
+	_ = root.RemoveAll(modulesDir)
 }
 
 func loadModule(path string) error {
@@ -52,29 +70,50 @@ func loadModule(path string) error {
 // networkDevice is the id of network devices on the virtio bus (virtio 1.2, 5).
 const networkDevice = "0x0001"
 
-// useless reports whether a module drives nothing here: of the two transports a
+// machine tells which modules drive nothing here: of the two transports a
 // machine has one, and only some have a network. Each module left out saves some
-// 5 ms of an emulated CPU. Modules of the network come last in the order, when
-// the bus knows its devices.
-func useless(file, sys string) bool {
+// 5 ms of an emulated CPU.
+type machine struct {
+	// pci and network look for a device of that kind, once. Modules of the network
+	// come last in the order, when the bus knows its devices.
+	pci, network func() bool
+}
+
+func newMachine(sys string) machine {
+	return machine{
+		pci:     sync.OnceValue(func() bool { return len(entries(filepath.Join(sys, "bus/pci/devices"))) > 0 }),
+		network: sync.OnceValue(func() bool { return hasNetwork(filepath.Join(sys, "bus/virtio/devices")) }),
+	}
+}
+
+func (m machine) useless(file string) bool {
 	switch strings.TrimSuffix(file, ".ko") {
 	case "virtio_pci", "virtio_pci_modern_dev", "virtio_pci_legacy_dev":
-		return !anyIn(filepath.Join(sys, "bus/pci/devices/*"), nil)
+		return !m.pci()
 	case "virtio_mmio":
-		return anyIn(filepath.Join(sys, "bus/pci/devices/*"), nil)
+		return m.pci()
 	case "failover", "net_failover", "virtio_net", "af_packet":
-		return !anyIn(filepath.Join(sys, "bus/virtio/devices/*/device"), func(path string) bool {
-			id, err := os.ReadFile(path)
-			return err == nil && strings.TrimSpace(string(id)) == networkDevice
-		})
+		return !m.network()
 	default:
 		return false
 	}
 }
 
-// anyIn reports whether any path that matches pattern passes test, which may be
-// nil.
-func anyIn(pattern string, test func(path string) bool) bool {
-	paths, _ := filepath.Glob(pattern)
-	return slices.ContainsFunc(paths, func(path string) bool { return test == nil || test(path) })
+func hasNetwork(devices string) bool {
+	return slices.ContainsFunc(entries(devices), func(name string) bool {
+		id, err := os.ReadFile(filepath.Join(devices, name, "device"))
+		return err == nil && strings.TrimSpace(string(id)) == networkDevice
+	})
+}
+
+// entries are the names in a directory, none where there is none. They are not
+// looked at, as os.ReadDir and filepath.Glob would.
+func entries(dir string) []string {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil
+	}
+	defer d.Close() //nolint:errcheck // only read
+	names, _ := d.Readdirnames(-1)
+	return names
 }

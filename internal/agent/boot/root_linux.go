@@ -62,10 +62,7 @@ func mountRoot(lower, upper string) error {
 		return fmt.Errorf("writable disk: %w: is it an ext4 file system, and undamaged (e2fsck -fn on the host)?", err)
 	}
 	changes, work := filepath.Join(upperMount, "upper"), filepath.Join(upperMount, "work")
-	if err := makeUpper(changes, lowerMount); err != nil {
-		return fmt.Errorf("writable disk: %w: is it full or damaged?", err)
-	}
-	if err := ensureDir(work, 0o700, false); err != nil {
+	if err := makeUpper(changes, work, lowerMount); err != nil {
 		return fmt.Errorf("writable disk: %w: is it full or damaged?", err)
 	}
 	options := "lowerdir=" + lowerMount + ",upperdir=" + changes + ",workdir=" + work +
@@ -76,24 +73,28 @@ func mountRoot(lower, upper string) error {
 	return nil
 }
 
-// makeUpper makes the directory whose mode and owner become those of "/": the
-// image's.
-func makeUpper(dir, lower string) error {
-	err := os.Mkdir(dir, 0o700)
-	if errors.Is(err, os.ErrExist) {
-		return nil
+// makeUpper makes what overlayfs needs, unless it is there, and gives the
+// directory that becomes "/" the mode, owner and times of the image's, unless it
+// was in use before: overlayfs leaves a directory in work.
+func makeUpper(upper, work, lower string) error {
+	for dir, mode := range map[string]os.FileMode{upper: 0o755, work: 0o700} {
+		if err := ensureDir(dir, mode, false); err != nil {
+			return err
+		}
 	}
-	if err != nil {
+	if _, err := os.Lstat(filepath.Join(work, "work")); !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	var st unix.Stat_t
-	if err := unix.Stat(lower, &st); err != nil {
+	var want, has unix.Stat_t
+	if err := errors.Join(unix.Stat(lower, &want), unix.Stat(upper, &has)); err != nil {
 		return err
 	}
-	if err := unix.Chown(dir, int(st.Uid), int(st.Gid)); err != nil {
-		return err
+	if has.Uid != want.Uid || has.Gid != want.Gid || has.Mode != want.Mode {
+		if err := errors.Join(unix.Chown(upper, int(want.Uid), int(want.Gid)), unix.Chmod(upper, want.Mode&0o7777)); err != nil {
+			return err
+		}
 	}
-	return unix.Chmod(dir, st.Mode&0o7777)
+	return unix.UtimesNanoAt(unix.AT_FDCWD, upper, []unix.Timespec{want.Atim, want.Mtim}, 0)
 }
 
 // enter moves the mount at dir to "/" and makes it this process's root.
