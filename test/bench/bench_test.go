@@ -13,22 +13,33 @@ import (
 	"time"
 )
 
+// ourQEMU is a command line as our shim makes it, in short.
+func ourQEMU(binary string) []string {
+	return []string{
+		binary, "-M", "microvm,accel=tcg", "-nodefaults", "-chardev", "socket,id=console,fd=3", "-serial", "chardev:console",
+		"-initrd", "ours.cpio", "-append", "quiet",
+		"-drive", "if=none,id=upper,format=raw,file=u,cache=unsafe", "-device", "virtio-blk-device,drive=upper",
+		"-chardev", "socket,id=link,fd=4", "-device", "virtserialport,chardev=link,name=iii.agent", "-no-reboot",
+	}
+}
+
 func TestBareArguments(t *testing.T) {
 	t.Parallel()
-	got, err := bareArguments([]string{
-		"/usr/bin/qemu", "-M", "microvm,accel=tcg", "-nodefaults", "-smp", "1", "-m", "512", "-kernel", "k",
-		"-initrd", "ours.cpio", "-drive", "if=none,file=x", "-device", "virtio-blk-device", "-chardev", "socket,id=a,fd=3",
-		"-serial", "file:console.log", "--append", "console=ttyS0 quiet", "-no-reboot",
-	})
+	got, err := bareArguments(ourQEMU("qemu"), "init.cpio", "/tmp/disk")
 	want := []string{
-		"/usr/bin/qemu", "-M", "microvm,accel=tcg", "-nodefaults", "-smp", "1", "-m", "512", "-kernel", "k",
-		"-append", "console=ttyS0 quiet", "-no-reboot",
+		"qemu", "-M", "microvm,accel=tcg", "-nodefaults", "-chardev", "stdio,id=console", "-serial", "chardev:console",
+		"-initrd", "init.cpio", "-append", "quiet",
+		"-drive", "if=none,id=upper,format=raw,file=/tmp/disk,cache=unsafe", "-device", "virtio-blk-device,drive=upper",
+		"-chardev", "null,id=link", "-device", "virtserialport,chardev=link,name=iii.agent", "-no-reboot",
 	}
 	if err != nil || !slices.Equal(got, want) {
 		t.Errorf("got %q, %v", got, err)
 	}
-	for _, argv := range [][]string{nil, {"qemu", "-fancy", "x"}, {"qemu", "-m"}, {"qemu", "disk.img"}} {
-		if got, err := bareArguments(argv); err == nil {
+	if got, err := bareArguments(ourQEMU("qemu"), "", "/tmp/disk"); err != nil || !slices.Contains(got, "ours.cpio") {
+		t.Errorf("got %q, %v", got, err)
+	}
+	for _, argv := range [][]string{nil, {"qemu", "-m"}, ourQEMU("qemu")[:9], ourQEMU("qemu")[8:], ourQEMU("qemu")[:12]} {
+		if got, err := bareArguments(argv, "i", "u"); err == nil {
 			t.Errorf("%q became %q", argv, got)
 		}
 	}
@@ -45,7 +56,7 @@ func fakeQEMU(t *testing.T, script string) *floor {
 	if err := os.WriteFile(file, []byte("#!"+sh+"\n"+script), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	f, err := newFloor([]string{file, "-m", "512"}, "/init.cpio")
+	f, err := newFloor(ourQEMU(file), "/init.cpio", "/disk")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -124,7 +124,7 @@ func bootRow(ours []bootTimes, base []boot) row {
 		cpus, cpuRatios = append(cpus, base[i].CPU), append(cpuRatios, float64(t.cpu)/float64(base[i].CPU))
 	}
 	r := newRow("create to first exec", median(totals), median(ends), "ms", goalBoot,
-		"spawn to exit of a bare QEMU: same binary, machine, CPUs, memory, kernel and kernel arguments; no devices; an init of a few instructions that restarts the machine",
+		"spawn to exit of a bare QEMU: the same command line, devices included, but with an init of a few instructions that restarts the machine",
 		spread("ours, the image being in the store: launch, first /bin/true", totals),
 		part("  until the shim runs", func(t bootTimes) time.Duration { return t.shim }),
 		part("  then until the guest's link is up", func(t bootTimes) time.Duration { return t.link }),

@@ -97,7 +97,9 @@ func TestFloorBootsAndEnds(t *testing.T) {
 	defer cancel()
 	argv := []string{
 		qemu, "-M", "q35,accel=tcg", "-m", "256", "-nodefaults", "-display", "none", "-no-reboot",
+		"-chardev", "socket,id=console,fd=3", "-serial", "chardev:console",
 		"-kernel", kernel.Image, "-append", "console=ttyS0 quiet panic=-1",
+		"-drive", "if=none,id=upper,format=raw,file=u", "-device", "virtio-blk-pci,drive=upper",
 	}
 	bare, err := newFloors(append(argv, "-initrd", "/nonexistent"), t.TempDir(), kernel.Arch)
 	if err != nil {

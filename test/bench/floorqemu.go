@@ -14,33 +14,39 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
-// floor is a bare QEMU: the binary, machine, kernel and kernel arguments that
-// our shim used, without our devices.
+// floor is a bare QEMU: the command line that our shim used, run without it.
 type floor struct {
 	argv []string
 }
 
 // newFloor derives the floor from the command line of a QEMU that our shim
-// runs, so that both cannot drift apart, and gives it an initramfs.
-func newFloor(ours []string, initramfs string) (*floor, error) {
-	kept, err := bareArguments(ours)
+// runs, so that both cannot drift apart, and gives it an initramfs and a
+// writable disk of its own.
+func newFloor(ours []string, initramfs, upper string) (*floor, error) {
+	argv, err := bareArguments(ours, initramfs, upper)
 	if err != nil {
 		return nil, err
 	}
-	return &floor{argv: append(kept, "-initrd", initramfs, "-serial", "stdio")}, nil
+	return &floor{argv: argv}, nil
 }
 
 // floors are the three that the measurements need.
 type floors struct {
 	// ends has the smallest init, which restarts the machine at once; stays has
 	// one that does nothing instead; agent has our initramfs, whose agent waits
-	// for a device that is not there.
+	// for a boot spec that does not come.
 	ends, stays, agent *floor
 }
 
 func newFloors(ours []string, dir, arch string) (f floors, err error) {
+	upper := filepath.Join(dir, "upper.ext4")
+	if err := vmassets.CreateUpper(upper, vmassets.Ephemeral); err != nil {
+		return f, err
+	}
 	for _, v := range []struct {
 		to   **floor
 		name string
@@ -54,51 +60,50 @@ func newFloors(ours []string, dir, arch string) (f floors, err error) {
 		if err := os.WriteFile(file, archive, 0o600); err != nil {
 			return f, err
 		}
-		if *v.to, err = newFloor(ours, file); err != nil {
+		if *v.to, err = newFloor(ours, file, upper); err != nil {
 			return f, err
 		}
 	}
-	i := slices.Index(ours, "-initrd")
-	if i < 0 || i+1 == len(ours) {
-		return f, errors.New("our QEMU has no -initrd: the bench cannot boot the same guest")
-	}
-	f.agent, err = newFloor(ours, ours[i+1])
+	f.agent, err = newFloor(ours, "", upper)
 	return f, err
 }
 
-// bareArguments keeps of a QEMU command line what makes the machine and drops
-// what plugs our devices into it. An option it does not know is an error: it
-// must be decided whether the floor has it.
-func bareArguments(argv []string) ([]string, error) {
-	keptFlags := []string{"-nodefaults", "-no-user-config", "-no-reboot", "-no-hpet", "-no-shutdown", "-nographic", "-S"}
-	kept := []string{
-		"-M", "-machine", "-accel", "-cpu", "-smp", "-m", "-kernel", "-append", "-display", "-sandbox", "-global", "-rtc", "-vga",
-		"-overcommit", "-L", "-bios", "-name", "-action", "-msg", "-parallel", "-monitor", "-mem-prealloc",
-	}
-	dropped := []string{
-		"-initrd", "-drive", "-blockdev", "-device", "-chardev", "-serial", "-netdev", "-nic", "-net", "-qmp", "-mon", "-pidfile",
-		"-add-fd", "-object", "-D", "-d", "-uuid", "-smbios", "-fw_cfg",
-	}
-	if len(argv) == 0 {
-		return nil, errors.New("the command line of our QEMU is empty")
-	}
-	out := []string{argv[0]}
-	for i := 1; i < len(argv); i++ {
-		opt := argv[i]
-		// QEMU takes --option as well.
-		if strings.HasPrefix(opt, "--") {
-			opt = opt[1:]
-		}
+// bareArguments is a command line of our QEMU that runs without the shim: the
+// console is the standard output, the ports are connected to nothing, the
+// writable disk is the file upper, and the initramfs is another one unless that
+// is empty. All else stays: machine, CPUs, memory, devices, kernel.
+func bareArguments(ours []string, initramfs, upper string) ([]string, error) {
+	out := slices.Clone(ours)
+	replaced := map[string]bool{}
+	for i := 1; i+1 < len(out); i++ {
+		value := &out[i+1]
+		id, _, _ := strings.Cut(strings.TrimPrefix(*value, "socket,id="), ",")
 		switch {
-		case slices.Contains(keptFlags, opt):
-			out = append(out, opt)
-			continue
-		case i+1 == len(argv) || (!slices.Contains(kept, opt) && !slices.Contains(dropped, opt)):
-			return nil, fmt.Errorf("the bench does not know QEMU's option %q: decide in bareArguments whether the floor has it", argv[i])
-		case slices.Contains(kept, opt):
-			out = append(out, opt, argv[i+1])
+		case out[i] == "-initrd":
+			if initramfs != "" {
+				*value = initramfs
+			}
+			replaced["-initrd"] = true
+		case out[i] == "-chardev" && id == "console":
+			*value = "stdio,id=console"
+			replaced["console"] = true
+		case out[i] == "-chardev":
+			*value = "null,id=" + id
+		case out[i] == "-drive" && strings.HasPrefix(*value, "if=none,id=upper,"):
+			parts := strings.Split(*value, ",")
+			for j, part := range parts {
+				if strings.HasPrefix(part, "file=") {
+					parts[j] = "file=" + upper
+					replaced["upper"] = true
+				}
+			}
+			*value = strings.Join(parts, ",")
 		}
-		i++
+	}
+	for _, what := range []string{"-initrd", "console", "upper"} {
+		if !replaced[what] {
+			return nil, fmt.Errorf("the command line of our QEMU has no %s: the bench does not know it any more", what)
+		}
 	}
 	return out, nil
 }

@@ -46,9 +46,9 @@ func memory(ctx context.Context, m *vm.Machine, qemu int, bare floors) ([]row, e
 	note := fmt.Sprintf("ours has %.1f MiB anonymous; in the guest the agent has %.1f MiB resident", mebibytes(anon), mebibytes(agent))
 	return []row{
 		newRow("QEMU resident, same guest", mebibytes(ours), mebibytes(same), "MiB", goalMemory,
-			"a bare QEMU with the same memory, kernel and initramfs, whose agent waits for its first device; no disks, no program run", note),
+			"a bare QEMU by the same command line, whose agent has loaded its drivers and waits for a boot spec; no disk mounted, no program run", note),
 		newRow("QEMU resident, empty guest", mebibytes(ours), mebibytes(idle), "MiB", 0,
-			"a bare QEMU with the same memory and kernel, whose init of a few instructions stays and does nothing"),
+			"a bare QEMU by the same command line, with an init of a few instructions that stays and does nothing"),
 		newRow("shim RssAnon", mebibytes(int64(stats.ShimRSSAnon)), mebibytes(shimLimit), "MiB", goalShim,
 			"its limit of 16 MiB, without a gateway"),
 	}, nil
