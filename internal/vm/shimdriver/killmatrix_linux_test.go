@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"slices"
@@ -26,12 +27,46 @@ import (
 // was killed.
 const afterDeath = 5 * time.Second
 
-// The test binary plays the adapter that gets killed: see TestKilledAdapter.
+// The test binary plays the adapter that gets killed: see matrix.adapter.
 func TestMain(m *testing.M) {
+	vmtest.PlayGuest()
+	vmtest.PlayClient()
 	if os.Getenv("VMTEST_ADAPTER") != "" {
 		adapterMain()
 	}
 	os.Exit(m.Run())
+}
+
+// matrix is the VMM whose processes are killed.
+type matrix struct {
+	vmm  string
+	host *vmtest.Host
+	open func(t testing.TB) *vmtest.Env
+	// process begins the name that the VMM's process has, empty for any.
+	process string
+	// entered begins the name that it has once it runs the guest.
+	entered string
+}
+
+// Every process of a VM, killed at every step: the VM is gone with all it had, the
+// error tells why, and the next VM works.
+func TestKillMatrixOnQEMU(t *testing.T) {
+	host := vmtest.QEMU(t)
+	open := func(t testing.TB) *vmtest.Env { return qemuEnv(t, host, nil) }
+	matrix{vmm: bootspec.QEMU, host: host, open: open, process: "qemu-system", entered: "qemu-system"}.run(t)
+}
+
+func TestKillMatrixOnLibkrun(t *testing.T) {
+	host := vmtest.Libkrun(t)
+	open := func(t testing.TB) *vmtest.Env { return libkrunEnv(t, host) }
+	matrix{vmm: bootspec.Libkrun, host: host, open: open, entered: "VM:"}.run(t)
+}
+
+func (x matrix) run(t *testing.T) {
+	t.Run("WhileItBoots", x.whileItBoots)
+	t.Run("WhileItRuns", x.whileItRuns)
+	t.Run("DeadGuest", x.deadGuest)
+	t.Run("Adapter", x.adapter)
 }
 
 // victim is one of the two processes of a VM.
@@ -39,7 +74,7 @@ type victim string
 
 const (
 	victimShim victim = "shim"
-	victimQEMU victim = "QEMU"
+	victimVMM  victim = "VMM"
 )
 
 // watched is a driver that shows the processes it starts.
@@ -57,7 +92,7 @@ func (w *watched) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File)
 }
 
 // family is the processes of one VM.
-type family struct{ shim, qemu proc.Identity }
+type family struct{ shim, vmm proc.Identity }
 
 func identify(t testing.TB, pid int) proc.Identity {
 	t.Helper()
@@ -68,21 +103,26 @@ func identify(t testing.TB, pid int) proc.Identity {
 	return id
 }
 
-// familyOf waits until the shim has started QEMU.
-func familyOf(t testing.TB, shim int) family {
+// familyOf waits until the shim has a child with the VMM's name.
+func (x matrix) familyOf(t testing.TB, shim int) family {
 	t.Helper()
 	f := family{shim: identify(t, shim)}
-	vmtest.Eventually(t, patience, "start of QEMU", func() bool {
+	vmtest.Eventually(t, patience, "start of the VMM", func() bool {
 		for _, pid := range children(shim) {
-			name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
-			if err == nil && strings.HasPrefix(string(name), "qemu-system") {
-				f.qemu = identify(t, pid)
+			if name, err := comm(pid); err == nil && strings.HasPrefix(name, x.process) {
+				f.vmm = identify(t, pid)
 				return true
 			}
 		}
 		return false
 	})
 	return f
+}
+
+// comm is the name of a process's main thread.
+func comm(pid int) (string, error) {
+	name, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+	return strings.TrimSpace(string(name)), err
 }
 
 func children(pid int) []int {
@@ -102,8 +142,8 @@ func children(pid int) []int {
 func (f family) kill(t testing.TB, v victim) {
 	t.Helper()
 	id := f.shim
-	if v == victimQEMU {
-		id = f.qemu
+	if v == victimVMM {
+		id = f.vmm
 	}
 	if err := id.Kill(); err != nil {
 		t.Errorf("kill %s: %v", v, err)
@@ -113,7 +153,7 @@ func (f family) kill(t testing.TB, v victim) {
 // checkGone fails unless in time no process, directory or socket is left.
 func (f family) checkGone(t testing.TB, e *vmtest.Env) {
 	t.Helper()
-	vmtest.Eventually(t, afterDeath, "end of the VM's processes", func() bool { return !f.shim.Alive() && !f.qemu.Alive() })
+	vmtest.Eventually(t, afterDeath, "end of the VM's processes", func() bool { return !f.shim.Alive() && !f.vmm.Alive() })
 	vmtest.Eventually(t, afterDeath, "removal of the VM's files", func() bool { return len(e.Leftovers(t)) == 0 })
 }
 
@@ -130,43 +170,66 @@ func checkNext(t testing.TB, e *vmtest.Env) {
 	e.CheckEmpty(t)
 }
 
-func TestKilledWhileItBoots(t *testing.T) {
-	host := vmtest.QEMU(t)
-	for _, v := range []victim{victimShim, victimQEMU} {
-		for _, printed := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s/printed=%v", v, printed), func(t *testing.T) {
-				e := qemuEnv(t, host, nil)
-				driver := &watched{Driver: e.Driver, started: make(chan vm.Process, 1)}
-				during := *e
-				during.Driver = driver
-				failed := make(chan error, 1)
-				req := e.Request()
-				req.ID = "victim"
-				go func() {
-					_, err := during.Launcher(t).Launch(e.Context(t), req)
-					failed <- err
-				}()
-				f := familyOf(t, (<-driver.started).PID())
-				if printed {
-					vmtest.Eventually(t, patience, "first line of the console", func() bool {
-						info, err := os.Stat(e.Roots.Machine(req.ID).Console())
-						return err == nil && info.Size() > 0
-					})
-				}
-				f.kill(t, v)
-				err := <-failed
-				f.checkGone(t, e)
-				var boot *vm.BootError
-				if !errors.As(err, &boot) || !strings.Contains(err.Error(), "SIGKILL") {
-					t.Fatalf("error is %v, want one that names SIGKILL", err)
-				}
-				if printed && (boot.Tails.Console == "" || !strings.HasSuffix(err.Error(), lastLine(boot.Tails.Console))) {
-					t.Errorf("the error does not end with the console: %v", err)
-				}
-				checkNext(t, e)
-			})
+// bootSteps are until when a boot goes on before it is killed.
+var bootSteps = []string{"started", "entered", "printed"} //nolint:gochecknoglobals // a table
+
+func (x matrix) whileItBoots(t *testing.T) {
+	for _, v := range []victim{victimShim, victimVMM} {
+		for _, step := range bootSteps {
+			t.Run(fmt.Sprintf("%s/%s", v, step), func(t *testing.T) { x.killedBoot(t, v, step) })
 		}
 	}
+}
+
+func (x matrix) killedBoot(t *testing.T, v victim, step string) {
+	e := x.open(t)
+	driver := &watched{Driver: e.Driver, started: make(chan vm.Process, 1)}
+	during := *e
+	during.Driver = driver
+	failed := make(chan error, 1)
+	req := e.Request()
+	req.ID = "victim"
+	go func() {
+		m, err := during.Launcher(t).Launch(e.Context(t), req)
+		if err == nil {
+			// It was up before it could be killed.
+			<-m.Done()
+			err = m.End()
+		}
+		failed <- err
+	}()
+	f := x.familyOf(t, (<-driver.started).PID())
+	vmtest.Eventually(t, patience, "step "+step, func() bool {
+		switch step {
+		case "entered":
+			name, err := comm(f.vmm.PID)
+			return err == nil && strings.HasPrefix(name, x.entered)
+		case "printed":
+			info, err := os.Stat(e.Roots.Machine(req.ID).Console())
+			return err == nil && info.Size() > 0
+		}
+		return true
+	})
+	f.kill(t, v)
+	err := <-failed
+	f.checkGone(t, e)
+	var boot *vm.BootError
+	var end *vm.EndError
+	if !errors.As(err, &boot) && !errors.As(err, &end) || !strings.Contains(err.Error(), "SIGKILL") {
+		t.Fatalf("error is %v, want one that names SIGKILL", err)
+	}
+	if step == "printed" {
+		var tails vm.Tails
+		if boot != nil {
+			tails = boot.Tails
+		} else {
+			tails = end.Tails
+		}
+		if console := tails.Console; console == "" || !strings.HasSuffix(err.Error(), lastLine(console)) {
+			t.Errorf("the error does not end with the console: %v", err)
+		}
+	}
+	checkNext(t, e)
 }
 
 func lastLine(text string) string {
@@ -174,13 +237,12 @@ func lastLine(text string) string {
 	return lines[len(lines)-1]
 }
 
-func TestKilledWhileItRuns(t *testing.T) {
-	host := vmtest.QEMU(t)
-	e := qemuEnv(t, host, nil)
-	for _, v := range []victim{victimShim, victimQEMU} {
+func (x matrix) whileItRuns(t *testing.T) {
+	e := x.open(t)
+	for _, v := range []victim{victimShim, victimVMM} {
 		for _, during := range []string{"exec", "stop"} {
 			t.Run(string(v)+"/"+during, func(t *testing.T) {
-				m, f := launch(t, e)
+				m, f := x.launch(t, e)
 				call := inFlight(t, e, m, "trap '' TERM; echo ready; while :; do sleep 1; done")
 				stopped := make(chan error, 1)
 				if during == "stop" {
@@ -212,31 +274,44 @@ func TestKilledWhileItRuns(t *testing.T) {
 }
 
 // launch boots a VM and finds its processes.
-func launch(t *testing.T, e *vmtest.Env) (*vm.Machine, family) {
+func (x matrix) launch(t *testing.T, e *vmtest.Env) (*vm.Machine, family) {
 	t.Helper()
 	driver := &watched{Driver: e.Driver, started: make(chan vm.Process, 1)}
 	during := *e
 	during.Driver = driver
 	m := e.Launch(t, during.Launcher(t), e.Request())
-	return m, familyOf(t, (<-driver.started).PID())
+	return m, x.familyOf(t, (<-driver.started).PID())
 }
 
-// inFlight starts a program and returns when it has printed something.
+// inFlight starts a program and returns when it has printed something, which the
+// program can wait for by reading a line.
 func inFlight(t *testing.T, e *vmtest.Env, m *vm.Machine, script string) <-chan error {
 	t.Helper()
 	first := &firstByte{seen: make(chan struct{})}
 	ended := make(chan error, 1)
 	go func() {
-		_, err := m.Guest().Exec(e.Context(t), vmtest.Shell(script), guest.IO{Stdout: first})
+		_, err := m.Guest().Exec(e.Context(t), vmtest.Shell(script), guest.IO{Stdin: first, Stdout: first})
 		ended <- err
 	}()
 	e.Await(t, first.seen, "output of the program")
 	return ended
 }
 
+// firstByte is a writer that tells of the first byte, and a reader that has a line
+// from then on.
 type firstByte struct {
 	seen chan struct{}
 	done bool
+	told bool
+}
+
+func (f *firstByte) Read(p []byte) (int, error) {
+	<-f.seen
+	if f.told {
+		return 0, io.EOF
+	}
+	f.told = true
+	return copy(p, "\n"), nil
 }
 
 func (f *firstByte) Write(p []byte) (int, error) {
@@ -247,8 +322,7 @@ func (f *firstByte) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func TestDeadGuest(t *testing.T) {
-	host := vmtest.QEMU(t)
+func (x matrix) deadGuest(t *testing.T) {
 	for name, tt := range map[string]struct{ script, cause string }{
 		"kernel": {"echo c > /proc/sysrq-trigger", "sysrq triggered crash"},
 		// The agent's own code is overwritten: PID 1 dies of it.
@@ -258,9 +332,9 @@ func TestDeadGuest(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			e := qemuEnv(t, host, nil)
-			m, f := launch(t, e)
-			call := inFlight(t, e, m, "echo ready; exec 2>&1; "+tt.script+"; sleep 1000")
+			e := x.open(t)
+			m, f := x.launch(t, e)
+			call := inFlight(t, e, m, "echo ready; read seen; exec 2>&1; "+tt.script+"; sleep 1000")
 			f.checkGone(t, e)
 			err := <-call
 			var end *vm.EndError
@@ -337,7 +411,7 @@ func rootsIn(dir, cache string) layout.Roots {
 }
 
 func newAdapterDriver(roots layout.Roots) (vm.Driver, error) {
-	return shimdriver.New(shimdriver.Config{VMM: "qemu", Roots: roots, Log: vmtest.Discard(), Getenv: os.Getenv})
+	return shimdriver.New(shimdriver.Config{VMM: os.Getenv("VMTEST_VMM"), Roots: roots, Log: vmtest.Discard(), Getenv: os.Getenv})
 }
 
 func fatal(err error) {
@@ -347,18 +421,17 @@ func fatal(err error) {
 	}
 }
 
-func TestKilledAdapter(t *testing.T) {
-	host := vmtest.QEMU(t)
+func (x matrix) adapter(t *testing.T) {
 	for _, until := range adapterSteps {
 		t.Run(until, func(t *testing.T) {
-			e := qemuEnv(t, host, nil)
+			e := x.open(t)
 			exe, err := os.Executable()
 			if err != nil {
 				t.Fatal(err)
 			}
 			adapter := exec.Command(exe)
-			adapter.Env = append(os.Environ(), "VMTEST_ADAPTER="+strings.TrimSuffix(e.Roots.Run, "/run"), "VMTEST_UNTIL="+until,
-				"VMTEST_LOWER="+host.Lower, "VMTEST_CACHE="+host.Cache, "III_KRUN_SHIM="+host.Shim, "III_GUEST_AGENT="+host.Agent)
+			adapter.Env = append(os.Environ(), "VMTEST_ADAPTER="+strings.TrimSuffix(e.Roots.Run, "/run"), "VMTEST_UNTIL="+until, "VMTEST_VMM="+x.vmm,
+				"VMTEST_LOWER="+x.host.Lower, "VMTEST_CACHE="+x.host.Cache, "III_KRUN_SHIM="+x.host.Shim, "III_GUEST_AGENT="+x.host.Agent)
 			adapter.Stderr = os.Stderr
 			stdout, err := adapter.StdoutPipe()
 			if err != nil {
@@ -384,7 +457,7 @@ func TestKilledAdapter(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					f = familyOf(t, shim)
+					f = x.familyOf(t, shim)
 				}
 				if step == until {
 					break

@@ -21,7 +21,10 @@ func libkrunEnv(t testing.TB, host *vmtest.Host) *vmtest.Env {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &vmtest.Env{Driver: d, Roots: roots, Lower: host.Lower, Patience: patience, Crowd: libkrunCrowd, RealDisk: true}
+	return &vmtest.Env{
+		Driver: d, Roots: roots, Lower: host.Lower,
+		Patience: patience, Crowd: libkrunCrowd, RealDisk: true, Load: vmtest.WholeLoad(),
+	}
 }
 
 // Every test of the suite on libkrun's VMs, where there is hardware

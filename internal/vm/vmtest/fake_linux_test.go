@@ -18,8 +18,15 @@ func open(t *testing.T, fake *vmtest.Fake) *vmtest.Env {
 	fake.Log = vmtest.Logger(t)
 	return &vmtest.Env{
 		Driver: fake, Roots: vmtest.Roots(t), Lower: "/etc/passwd",
-		Patience: 30 * time.Second, Crowd: 20,
+		Patience: 30 * time.Second, Crowd: 20, Load: fakeLoad(),
 	}
+}
+
+// fakeLoad is the whole load but for what only takes time here.
+func fakeLoad() vmtest.Load {
+	load := vmtest.WholeLoad()
+	load.Streams = vmtest.SmallLoad().Streams
+	return load
 }
 
 func TestSuite(t *testing.T) {

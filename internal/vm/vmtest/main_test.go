@@ -4,6 +4,11 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	vmtest.PlayClient()
+	goleak.VerifyTestMain(m)
+}

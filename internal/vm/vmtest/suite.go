@@ -31,6 +31,8 @@ type Env struct {
 	Crowd int
 	// RealDisk tells that the guest has a file system of its own.
 	RealDisk bool
+	// Load is how much the long parts do.
+	Load Load
 }
 
 // guestPath is the PATH of the suite's programs.
@@ -39,7 +41,8 @@ const guestPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 // memoryMiB is the size of the suite's VMs.
 const memoryMiB = 256
 
-// RunSuite runs every test of the suite on the environments that open makes.
+// RunSuite runs every test of the suite on the environments that open makes. The
+// package's TestMain begins with PlayClient.
 func RunSuite(t *testing.T, open func(t *testing.T) *Env) {
 	t.Run("Programs", func(t *testing.T) { runPrograms(t, open(t)) })
 	for _, test := range []struct {
@@ -57,6 +60,9 @@ func RunSuite(t *testing.T, open func(t *testing.T) *Env) {
 		{"Keep", testKeep},
 		{"KeptEndsWhenIdle", testIdle},
 		{"DurableDisk", testDurableDisk},
+		{"Streams", testStreams},
+		{"Calls", testCalls},
+		{"Reconnect", testReconnect},
 		{"Crowd", testCrowd},
 	} {
 		t.Run(test.name, func(t *testing.T) { test.run(t, open(t)) })
