@@ -29,7 +29,6 @@ const (
 )
 
 func main() {
-	begun := time.Now()
 	// The kernel passes on words of its command line; there is none for us.
 	if os.Getpid() != 1 {
 		fmt.Printf("guest-agent %s, protocol %d: it runs as PID 1 of a guest only\n", version, agentlink.ProtocolVersion)
@@ -42,7 +41,7 @@ func main() {
 	debug.SetGCPercent(-1)
 	boot.CatchSignals()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{ReplaceAttr: short}))
-	if err := run(begun, log); err != nil {
+	if err := run(log); err != nil {
 		boot.Fatal(os.Stderr, err)
 	}
 	boot.PowerOff()
@@ -56,10 +55,10 @@ func short(_ []string, a slog.Attr) slog.Attr {
 	return a
 }
 
-func run(begun time.Time, log *slog.Logger) error {
+func run(log *slog.Logger) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	guest, err := boot.Boot(ctx, begun, log)
+	guest, err := boot.Boot(ctx, log)
 	if err != nil {
 		return err
 	}
@@ -78,7 +77,7 @@ func run(begun time.Time, log *slog.Logger) error {
 	for _, warning := range guest.Warnings {
 		log.Warn("boot went on without", "what", warning)
 	}
-	time.AfterFunc(calmAfter-time.Since(begun), func() {
+	time.AfterFunc(calmAfter, func() {
 		debug.SetGCPercent(gcPercent)
 		guest.FreeModules()
 	})

@@ -33,6 +33,7 @@ const (
 // Commands. They are for the adapter and for debugging, hence the underscores.
 const (
 	commandBoot    = "__vm-boot"
+	commandSave    = "__vm-save"
 	commandConfine = "__confine"
 	commandLibkrun = "__libkrun"
 )
@@ -46,6 +47,10 @@ const usage = `krun-shim is one microVM: it runs the VMM, and ends with it.
         As the adapter starts it: boot spec on stdin (package bootspec), file
         descriptor 3 gets a byte when the socket listens, 4 is the lifeline, 5
         the lock of the machine directory.
+  krun-shim __vm-save
+        As the adapter starts it: boot the machine of the boot spec on stdin
+        until its agent waits for one, and save it to file descriptor 3, for
+        other VMs to be resumed from.
   krun-shim __vm-boot --spec FILE [flags]
         By hand: boot a VM from a saved spec. Ctrl-C ends it.
   krun-shim --version | --help
@@ -92,6 +97,8 @@ func run(args []string, stdin *os.File, stdout, stderr io.Writer) int {
 		return complain(stderr, confine(args[1:]))
 	case commandLibkrun:
 		return enterLibkrun(args[1:], stdin, stderr)
+	case commandSave:
+		return complain(stderr, saveGuest(stdin, stderr))
 	case commandBoot:
 		return boot(args[1:], stdin, stdout, stderr)
 	default:

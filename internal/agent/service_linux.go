@@ -28,8 +28,8 @@ type Config struct {
 	Table *procs.Table
 	// Env is the guest's environment, KEY=value, the last of a key wins.
 	Env []string
-	// Kernel is the time from the kernel's start to the agent's main, Boot from
-	// there until the link was open.
+	// Kernel is the time from the kernel's start to the boot spec's arrival, Boot
+	// from there until the link was open.
 	Kernel, Boot time.Duration
 	// Warnings are for Hello: what went wrong at boot without ending it.
 	Warnings []string

@@ -35,7 +35,7 @@ shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layo
 # agentlink for the names of the console ports, layout for that of the link's
 # socket, krun for the types of its calls alone. QEMU must die with the shim and
 # in no other way, so proc, whose children outlive calls, is not for it.
-shim/qemu      -> agentlink bootspec shim
+shim/qemu      -> agentlink bootspec cleanup shim
 shim/libkrun   -> agentlink bootspec krun layout shim
 # It puts a shim and an agent together in one process.
 vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout shim vm vmassets
@@ -64,7 +64,7 @@ build/upper  ->
 # The benchmark.
 test/bench/sequence ->
 test/bench/probe    -> test/bench/sequence
-test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver
+test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver vmassets
 
 # The lab, where libkrun's guests run on any host.
 test/lab -> layout vmassets

@@ -120,6 +120,10 @@ type QEMUSpec struct {
 	// Initramfs the archive with agent and modules.
 	Kernel    string `json:"kernel"`
 	Initramfs string `json:"initramfs"`
+	// Snapshot is a saved guest of this very machine that waits for its boot
+	// spec: QEMU resumes it rather than boot the kernel. Empty, or a file that is
+	// not there or does not fit, means to boot.
+	Snapshot string `json:"snapshot,omitempty"`
 }
 
 // LibkrunSpec is what libkrun needs beyond the common part.
@@ -207,6 +211,9 @@ func (s *Spec) paths() []namedPath {
 	if s.QEMU != nil {
 		paths = append(paths, namedPath{"qemu.binary", s.QEMU.Binary}, namedPath{"qemu.kernel", s.QEMU.Kernel},
 			namedPath{"qemu.initramfs", s.QEMU.Initramfs})
+		if s.QEMU.Snapshot != "" {
+			paths = append(paths, namedPath{"qemu.snapshot", s.QEMU.Snapshot})
+		}
 	}
 	if s.Libkrun != nil {
 		paths = append(paths, namedPath{"libkrun.library", s.Libkrun.Library}, namedPath{"libkrun.firmware", s.Libkrun.Firmware},

@@ -33,8 +33,9 @@ type Info struct {
 	// AgentVersion is the version of the agent's build, KernelRelease the
 	// guest's uname -r.
 	AgentVersion, KernelRelease string
-	// KernelTime is from the kernel's start to the agent's main, AgentTime from
-	// there to the link to the shim.
+	// KernelTime is from the kernel's start to the boot spec's arrival, AgentTime
+	// from there to the link to the shim, by the guest's clock: it stands still in
+	// a snapshot.
 	KernelTime, AgentTime time.Duration
 	// Warnings are what the agent could not do at boot but went on without, one
 	// sentence each.

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -188,6 +189,12 @@ func (l *Launcher) bootError(caller context.Context, spec *bootspec.Spec, cause 
 	e := &BootError{ID: spec.ID, Cause: cause, Tails: tails}
 	if errors.Is(caller.Err(), context.Canceled) {
 		return e
+	}
+	if q := spec.QEMU; q != nil && q.Snapshot != "" {
+		// It may be the cause; a new one costs a second or two.
+		if err := os.Remove(q.Snapshot); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			l.log.Warn("remove the snapshot of a failed boot", "vm_id", spec.ID, "error", err)
+		}
 	}
 	path, err := l.keepSpec(spec)
 	if err != nil {

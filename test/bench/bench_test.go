@@ -20,6 +20,7 @@ func ourQEMU(binary string) []string {
 		"-initrd", "ours.cpio", "-append", "quiet",
 		"-drive", "if=none,id=upper,format=raw,file=u,cache=unsafe", "-device", "virtio-blk-device,drive=upper",
 		"-chardev", "socket,id=link,fd=4", "-device", "virtserialport,chardev=link,name=iii.agent", "-no-reboot",
+		"-incoming", "fd:6",
 	}
 }
 
@@ -166,11 +167,11 @@ func TestBootRatioIsThatOfNeighbours(t *testing.T) {
 	ms := time.Millisecond
 	ours := []bootTimes{{total: 120 * ms}, {total: 360 * ms}, {total: 600 * ms}}
 	base := []boot{{End: 100 * ms}, {End: 300 * ms}, {End: 100 * ms}}
-	r := bootRow(ours, base)
+	r := bootRow("x", goalBoot, ours, base)
 	if r.Ratio != 1.2 || !r.OK || r.Ours != 360 || r.Base != 100 {
 		t.Errorf("got %+v", r)
 	}
-	if r := bootRow(ours, []boot{{End: 50 * ms}, {End: 100 * ms}, {End: 100 * ms}}); r.OK {
+	if r := bootRow("x", goalBoot, ours, []boot{{End: 50 * ms}, {End: 100 * ms}, {End: 100 * ms}}); r.OK {
 		t.Errorf("got %+v", r)
 	}
 }

@@ -30,9 +30,8 @@ type bootTimes struct {
 	// On the host: until the shim ran, from there until the guest's link was up,
 	// from there until the agent had answered, the first exec.
 	shim, link, answer, exec time.Duration
-	// In the guest: from the kernel's clock to the agent's main, from there
-	// until the agent served.
-	kernel, agent time.Duration
+	// In the guest: from the boot spec's arrival until the agent served.
+	agent time.Duration
 	// cpu is what QEMU has used when all is done: it depends less than the rest
 	// on what else the host does.
 	cpu time.Duration
@@ -40,9 +39,9 @@ type bootTimes struct {
 
 // bootOnce launches a VM, runs its first program and stops it again; the stop
 // is not part of the times.
-func (b *bench) bootOnce(ctx context.Context) (t bootTimes, err error) {
+func (b *bench) bootOnce(ctx context.Context, launcher *vm.Launcher) (t bootTimes, err error) {
 	begin := time.Now()
-	m, err := b.launcher.Launch(ctx, b.request)
+	m, err := launcher.Launch(ctx, b.request)
 	if err != nil {
 		return t, err
 	}
@@ -62,7 +61,7 @@ func (b *bench) bootOnce(ctx context.Context) (t bootTimes, err error) {
 	}
 	info := m.Info()
 	return bootTimes{
-		total: end.Sub(begin), exec: end.Sub(launched), kernel: info.KernelTime, agent: info.AgentTime,
+		total: end.Sub(begin), exec: end.Sub(launched), agent: info.AgentTime,
 		shim: status.Started.Sub(begin), link: status.Running.Sub(status.Started), answer: launched.Sub(status.Running),
 		cpu: stats.CPU,
 	}, nil
@@ -74,17 +73,22 @@ func succeed(ctx context.Context, m *vm.Machine, argv ...string) error {
 	return err
 }
 
-// boots measures create → first exec against the bare boot, in turn and each
-// first every second time, after one of each that does not count. The ratio is
-// the median of the ratios of neighbours: what else the host does then weighs
-// on both alike.
-func (b *bench) boots(ctx context.Context, bare *floor) (row, error) {
-	var ours []bootTimes
+// boots measures create → first exec against the bare boot, resumed from a
+// snapshot and booted from the kernel, in turn and each first every third time,
+// after one of each that does not count. The ratio is the median of the ratios of
+// neighbours: what else the host does then weighs on all alike.
+func (b *bench) boots(ctx context.Context, bare *floor) ([]row, error) {
+	var resumed, cold []bootTimes
 	var base []boot
 	for i := range b.runs + 1 {
-		oursNow := func() error {
-			t, err := b.bootOnce(ctx)
-			ours = append(ours, t)
+		resumedNow := func() error {
+			t, err := b.bootOnce(ctx, b.launcher)
+			resumed = append(resumed, t)
+			return err
+		}
+		coldNow := func() error {
+			t, err := b.bootOnce(ctx, b.cold)
+			cold = append(cold, t)
 			return err
 		}
 		bareNow := func() error {
@@ -92,23 +96,22 @@ func (b *bench) boots(ctx context.Context, bare *floor) (row, error) {
 			base = append(base, t)
 			return err
 		}
-		first, second := oursNow, bareNow
-		if i%2 == 1 {
-			first, second = bareNow, oursNow
-		}
-		if err := first(); err != nil {
-			return row{}, err
-		}
-		if err := second(); err != nil {
-			return row{}, err
+		turn := []func() error{resumedNow, bareNow, coldNow}
+		for j := range turn {
+			if err := turn[(i+j)%len(turn)](); err != nil {
+				return nil, err
+			}
 		}
 		b.note("boot %d of %d", i, b.runs)
 	}
-	return bootRow(ours[1:], base[1:]), nil
+	return []row{
+		bootRow("create to first exec", goalBoot, resumed[1:], base[1:]),
+		bootRow("the same without a snapshot", 0, cold[1:], base[1:]),
+	}, nil
 }
 
 // bootRow sums up pairs of boots.
-func bootRow(ours []bootTimes, base []boot) row {
+func bootRow(name string, goal float64, ours []bootTimes, base []boot) row {
 	part := func(name string, get func(bootTimes) time.Duration) string {
 		var list []time.Duration
 		for _, t := range ours {
@@ -123,15 +126,14 @@ func bootRow(ours []bootTimes, base []boot) row {
 		ratios = append(ratios, float64(t.total)/float64(base[i].End))
 		cpus, cpuRatios = append(cpus, base[i].CPU), append(cpuRatios, float64(t.cpu)/float64(base[i].CPU))
 	}
-	r := newRow("create to first exec", median(totals), median(ends), "ms", goalBoot,
+	r := newRow(name, median(totals), median(ends), "ms", goal,
 		"spawn to exit of a bare QEMU: the same command line, devices included, but with an init of a few instructions that restarts the machine",
 		spread("ours, the image being in the store: launch, first /bin/true", totals),
 		part("  until the shim runs", func(t bootTimes) time.Duration { return t.shim }),
 		part("  then until the guest's link is up", func(t bootTimes) time.Duration { return t.link }),
 		part("  then until the agent has answered", func(t bootTimes) time.Duration { return t.answer }),
 		part("  then the first exec", func(t bootTimes) time.Duration { return t.exec }),
-		part("  in the guest, kernel until the agent's main", func(t bootTimes) time.Duration { return t.kernel }),
-		part("  in the guest, agent until it serves", func(t bootTimes) time.Duration { return t.agent }),
+		part("  in the guest, from the boot spec until the agent serves", func(t bootTimes) time.Duration { return t.agent }),
 		part("  CPU time of QEMU", func(t bootTimes) time.Duration { return t.cpu }),
 		spread("bare QEMU until its exit", ends), spread("  until its init ran", inits), spread("  CPU time", cpus),
 		fmt.Sprintf("ratio of the CPU times, median of neighbours: %.2f", middle(cpuRatios)),

@@ -71,9 +71,13 @@ func newFloors(ours []string, dir, arch string) (f floors, err error) {
 // bareArguments is a command line of our QEMU that runs without the shim: the
 // console is the standard output, the ports are connected to nothing, the
 // writable disk is the file upper, and the initramfs is another one unless that
-// is empty. All else stays: machine, CPUs, memory, devices, kernel.
+// is empty; it boots even if ours was resumed. All else stays: machine, CPUs,
+// memory, devices, kernel.
 func bareArguments(ours []string, initramfs, upper string) ([]string, error) {
 	out := slices.Clone(ours)
+	if i := slices.Index(out, "-incoming"); i >= 0 && i+1 < len(out) {
+		out = slices.Delete(out, i, i+2)
+	}
 	replaced := map[string]bool{}
 	for i := 1; i+1 < len(out); i++ {
 		value := &out[i+1]

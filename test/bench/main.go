@@ -10,6 +10,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -107,10 +108,11 @@ func command(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 
 // bench is what the measurements share.
 type bench struct {
-	runs     int
-	launcher *vm.Launcher
-	request  vm.Request
-	progress io.Writer
+	runs int
+	// launcher resumes VMs from a snapshot, once there is one; cold boots each.
+	launcher, cold *vm.Launcher
+	request        vm.Request
+	progress       io.Writer
 }
 
 func (b *bench) note(format string, args ...any) {
@@ -158,9 +160,16 @@ func (b *bench) prepare(ctx context.Context, o options, stderr io.Writer) (func(
 		return nil, err
 	}
 	log := slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelError}))
-	driver, err := shimdriver.New(shimdriver.Config{Roots: roots, Log: log, Getenv: withPrograms(bin)})
-	if err != nil {
-		return nil, err
+	for to, snapshots := range map[**vm.Launcher]string{&b.launcher: "", &b.cold: "off"} {
+		env := withVariables(map[string]string{
+			"III_KRUN_SHIM": filepath.Join(bin, "krun-shim"), "III_GUEST_AGENT": filepath.Join(bin, "guest-agent"),
+			"III_SANDBOX_SNAPSHOT": snapshots,
+		})
+		driver, err := shimdriver.New(shimdriver.Config{Roots: roots, Log: log, Getenv: env})
+		if err != nil {
+			return nil, err
+		}
+		*to = vm.New(vm.Config{Driver: driver, Roots: roots, Log: log})
 	}
 	layouts := os.Getenv("III_SANDBOX_IMAGE_DIR")
 	if layouts == "" {
@@ -174,23 +183,13 @@ func (b *bench) prepare(ctx context.Context, o options, stderr io.Writer) (func(
 	if err != nil {
 		return nil, fmt.Errorf("image %s: %w (make it with go run ./build/images %s)", o.image, err, o.image)
 	}
-	b.launcher = vm.New(vm.Config{Driver: driver, Roots: roots, Log: log})
 	b.request = vm.Request{CPUs: o.cpus, MemoryMiB: o.memory, Lower: image.Lower, Env: image.Config.Env}
 	return image.Close, nil
 }
 
-// withPrograms names the built programs unless the environment does.
-func withPrograms(bin string) func(string) string {
-	programs := map[string]string{
-		"III_KRUN_SHIM":   filepath.Join(bin, "krun-shim"),
-		"III_GUEST_AGENT": filepath.Join(bin, "guest-agent"),
-	}
-	return func(key string) string {
-		if v := os.Getenv(key); v != "" {
-			return v
-		}
-		return programs[key]
-	}
+// withVariables is the environment, with more where it has nothing.
+func withVariables(more map[string]string) func(string) string {
+	return func(key string) string { return cmp.Or(os.Getenv(key), more[key]) }
 }
 
 // buildProbe compiles the program that measures in the guest.
@@ -241,11 +240,11 @@ func (b *bench) measure(ctx context.Context, o options, dir string, probe []byte
 		return nil, err
 	}
 	if slices.Contains(o.only, "boot") {
-		boot, err := b.boots(ctx, bare.ends)
+		boots, err := b.boots(ctx, bare.ends)
 		if err != nil {
 			return nil, err
 		}
-		rows = append([]row{boot}, rows...)
+		rows = append(boots, rows...)
 	}
 	return rows, nil
 }

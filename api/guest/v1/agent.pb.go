@@ -100,9 +100,11 @@ type HelloResponse struct {
 	AgentVersion string `protobuf:"bytes,2,opt,name=agent_version,json=agentVersion,proto3" json:"agent_version,omitempty"`
 	// Release of the guest's kernel (uname -r).
 	KernelRelease string `protobuf:"bytes,3,opt,name=kernel_release,json=kernelRelease,proto3" json:"kernel_release,omitempty"`
-	// Time from the kernel's start to the agent's main, in milliseconds.
+	// Time from the kernel's start to the arrival of the boot spec, in milliseconds
+	// of the guest's clock, which stands still while a snapshot of the guest lies
+	// on the host's disk.
 	KernelMs uint64 `protobuf:"varint,4,opt,name=kernel_ms,json=kernelMs,proto3" json:"kernel_ms,omitempty"`
-	// Time from the agent's main until it opened the link, in milliseconds.
+	// Time from the boot spec's arrival until the link was open, in milliseconds.
 	AgentMs uint64 `protobuf:"varint,5,opt,name=agent_ms,json=agentMs,proto3" json:"agent_ms,omitempty"`
 	// What the agent could not do at boot but went on without, one sentence each.
 	Warnings      []string `protobuf:"bytes,6,rep,name=warnings,proto3" json:"warnings,omitempty"`

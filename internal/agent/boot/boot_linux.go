@@ -41,8 +41,8 @@ type Guest struct {
 	Env []string
 	// Warnings are what went wrong without ending the boot, one sentence each.
 	Warnings []string
-	// Kernel is the time from the kernel's start to the agent's main, Agent from
-	// there until the link was open.
+	// Kernel is the time from the kernel's start to the arrival of the boot spec,
+	// Agent from there until the link was open, both by the guest's clock.
 	Kernel, Agent time.Duration
 	// Listener yields the link's sessions, one at a time.
 	Listener net.Listener
@@ -53,16 +53,20 @@ type Guest struct {
 	// VMMs crash when a port is opened again.
 	env *port
 	// old is the root before the switch, where the disks are mounted.
-	old *os.File
-	// modules tells whether the initramfs had any.
-	modules bool
+	old     *os.File
+	modules modules
 }
 
 // Boot does all of PID 1's work up to the open link and returns with "/" being
-// the guest's file system. begun is when main started. An error is the end of
+// the guest's file system. An error is the end of
 // the VM: the caller passes it to Fatal.
-func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error) {
-	g := &Guest{log: log, Kernel: uptime() - time.Since(begun)}
+//
+// Until the boot spec is there nothing depends on this VM: the VMM may save a
+// guest that waits for it and resume the copy for other VMs (see package
+// shim/qemu). Those share what was random until then, so the first thing that
+// is done with the spec is to seed the kernel's generator anew.
+func Boot(ctx context.Context, log *slog.Logger) (*Guest, error) {
+	g := &Guest{log: log}
 	unix.Umask(0o022)
 	if err := mountEarly(); err != nil {
 		return nil, err
@@ -71,10 +75,24 @@ func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error
 		g.warn("runtime monitor", err)
 	}
 	var err error
-	if g.modules, err = loadModules("/" + modulesDir); err != nil {
+	if g.modules, err = findModules("/" + modulesDir); err != nil {
 		return nil, err
 	}
+	if err := g.modules.load(aboutEveryVM); err != nil {
+		return nil, err
+	}
+	if err := loopbackUp(); err != nil {
+		g.warn("interface lo", err)
+	}
 	if err := g.readSpec(ctx); err != nil {
+		return nil, err
+	}
+	arrived := time.Now()
+	g.Kernel = uptime()
+	if err := reseed(g.spec.Token); err != nil {
+		return nil, err
+	}
+	if err := g.modules.load(aboutThisVM); err != nil {
 		return nil, err
 	}
 	way, err := openLink(ctx)
@@ -96,7 +114,7 @@ func Boot(ctx context.Context, begun time.Time, log *slog.Logger) (*Guest, error
 		return nil, fmt.Errorf("link to the shim: %w", err)
 	}
 	g.Listener = listener
-	g.Agent = time.Since(begun)
+	g.Agent = time.Since(arrived)
 	return g, nil
 }
 
@@ -165,7 +183,6 @@ func (g *Guest) settle() {
 		{"/tmp", func() error { return ensureDir("/tmp", 0o1777, true) }},
 		{"host name", func() error { return unix.Sethostname([]byte(g.spec.Hostname)) }},
 		{"/etc", func() error { return writeEtc("/etc", g.spec.Hostname) }},
-		{"interface lo", loopbackUp},
 		{"limit on open files", func() error { return limitFiles(g.spec.NoFile) }},
 	} {
 		if err := step.do(); err != nil {

@@ -142,15 +142,22 @@ func TestWriteEtc(t *testing.T) {
 
 func TestModulesWithoutOrder(t *testing.T) {
 	t.Parallel()
-	if some, err := loadModules(filepath.Join(t.TempDir(), "none")); err != nil || some {
-		t.Errorf("a kernel without modules: %v", err)
+	if none, err := findModules(filepath.Join(t.TempDir(), "none")); err != nil || len(none.order) > 0 {
+		t.Errorf("a kernel without modules: %v, %v", none, err)
 	}
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "order"), []byte("lost.ko\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := loadModules(dir); err == nil || !strings.Contains(err.Error(), "lost.ko") {
+	lost, err := findModules(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := lost.load(aboutEveryVM); err == nil || !strings.Contains(err.Error(), "lost.ko") {
 		t.Errorf("a module that is not there: %v, want an error that names it", err)
+	}
+	if err := lost.load(aboutThisVM); err != nil {
+		t.Errorf("a module that is not wanted: %v", err)
 	}
 }
 
@@ -186,7 +193,7 @@ func TestUseless_ModulesWithoutTheirDevice(t *testing.T) {
 		{"virtio_blk.ko", microvm, false},
 		{"erofs.ko", q35, false},
 	} {
-		if got := newMachine(test.sys).useless(test.file); got != test.want {
+		if got := newMachine(test.sys).useless(strings.TrimSuffix(test.file, ".ko")); got != test.want {
 			t.Errorf("%s: %v, want %v", test.file, got, test.want)
 		}
 	}

@@ -16,34 +16,56 @@ import (
 // modulesDir is where the initramfs has the modules, relative to its root.
 const modulesDir = "modules"
 
-// loadModules loads the modules that dir/order names, one file name a line, in
-// that order, but for drivers of devices that this machine has not. It tells
-// whether there are any: without dir/order there are none.
-func loadModules(dir string) (bool, error) {
+// modules are the files of a directory, in the order in which they are loaded.
+type modules struct {
+	dir   string
+	order []string
+}
+
+// findModules reads dir/order, which has one file name a line. Without it there
+// are no modules.
+func findModules(dir string) (modules, error) {
 	order, err := os.ReadFile(filepath.Join(dir, "order"))
-	if errors.Is(err, fs.ErrNotExist) {
-		return false, nil
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return modules{}, fmt.Errorf("kernel modules: %w", err)
 	}
-	if err != nil {
-		return false, fmt.Errorf("kernel modules: %w", err)
-	}
+	return modules{dir: dir, order: strings.Fields(string(order))}, nil
+}
+
+// load loads those that wanted picks, but for drivers of devices that this
+// machine has not.
+func (m modules) load(wanted func(name string) bool) error {
 	machine := newMachine("/sys")
-	for _, name := range strings.Fields(string(order)) {
-		if machine.useless(name) {
+	for _, file := range m.order {
+		name := strings.TrimSuffix(file, ".ko")
+		if !wanted(name) || machine.useless(name) {
 			continue
 		}
-		if err := loadModule(filepath.Join(dir, name)); err != nil {
-			return false, fmt.Errorf("kernel module %s: %w: do the modules belong to this kernel?", name, err)
+		if err := loadModule(filepath.Join(m.dir, file)); err != nil {
+			return fmt.Errorf("kernel module %s: %w: do the modules belong to this kernel?", file, err)
 		}
 	}
-	return true, nil
+	return nil
 }
+
+// aboutThisVM picks the drivers that look at their device when they are loaded,
+// and so find what only this VM has: its disks and its network. The others see
+// the same in every VM; see Boot.
+func aboutThisVM(name string) bool {
+	switch name {
+	case "virtio_blk", "failover", "net_failover", "virtio_net", "af_packet":
+		return true
+	}
+	return false
+}
+
+func aboutEveryVM(name string) bool { return !aboutThisVM(name) }
 
 // FreeModules frees the memory that the loaded modules' files take: they lie
 // below the old root. It may wait until the guest has nothing better to do.
 // Failing is no harm.
 func (g *Guest) FreeModules() {
-	if !g.modules {
+	if len(g.modules.order) == 0 {
 		return
 	}
 	root, err := os.OpenRoot(fmt.Sprintf("/proc/self/fd/%d", g.old.Fd()))
@@ -86,8 +108,8 @@ func newMachine(sys string) machine {
 	}
 }
 
-func (m machine) useless(file string) bool {
-	switch strings.TrimSuffix(file, ".ko") {
+func (m machine) useless(name string) bool {
+	switch name {
 	case "virtio_pci", "virtio_pci_modern_dev", "virtio_pci_legacy_dev":
 		return !m.pci()
 	case "virtio_mmio":

@@ -57,7 +57,7 @@ func mountRoot(lower, upper string) error {
 	if err := (mount{lower, lowerMount, "erofs", unix.MS_RDONLY, ""}).do(); err != nil {
 		return fmt.Errorf("image disk: %w: is it a whole EROFS image, and has the kernel erofs?", err)
 	}
-	if err := (mount{upper, upperMount, "ext4", 0, ""}).do(); err != nil {
+	if err := (mount{upper, upperMount, "ext4", 0, "noblock_validity,no_prefetch_block_bitmaps"}).do(); err != nil {
 		// Never formatted here: what is on it may be all that a user has.
 		return fmt.Errorf("writable disk: %w: is it an ext4 file system, and undamaged (e2fsck -fn on the host)?", err)
 	}

@@ -28,6 +28,7 @@ const (
 	fdConsole = 3 + iota
 	fdLink
 	fdEnv
+	fdSnapshot
 )
 
 // Kernel arguments of every machine: why, in the order of the list.
@@ -54,6 +55,24 @@ const x86Args = "console=ttyS0 8250.nr_uarts=1 no_timer_check tsc=reliable"
 
 // Args is QEMU's command line for the spec, without argv[0].
 func Args(spec *bootspec.Spec) ([]string, error) {
+	args, err := machineArgs(spec, backends{
+		console: socket("console", fdConsole), link: socket("link", fdLink), env: socket("env", fdEnv),
+		lower: drive("lower", spec.Lower), upper: drive("upper", spec.Upper),
+	})
+	if err == nil && spec.QEMU.Snapshot != "" {
+		args = append(args, "-incoming", "fd:"+strconv.Itoa(fdSnapshot))
+	}
+	return args, err
+}
+
+// backends are what lies behind the guest's devices, in QEMU's terms: the
+// machine is the same whatever that is.
+type backends struct {
+	console, link, env string // -chardev
+	lower, upper       string // -drive
+}
+
+func machineArgs(spec *bootspec.Spec, behind backends) ([]string, error) {
 	q := spec.QEMU
 	args := []string{"-name", "guest=" + escape(spec.ID)}
 	kernelArgs := commonArgs
@@ -76,14 +95,14 @@ func Args(spec *bootspec.Spec) ([]string, error) {
 		"-smp", strconv.Itoa(spec.CPUs), "-m", strconv.Itoa(spec.MemoryMiB),
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
 		"-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-		"-chardev", socket("console", fdConsole), "-serial", "chardev:console",
+		"-chardev", behind.console, "-serial", "chardev:console",
 		"-kernel", q.Kernel, "-initrd", q.Initramfs, "-append", kernelArgs,
 	)
-	args = append(args, disk("lower", bus, bootspec.LowerSerial, spec.Lower)...)
-	args = append(args, disk("upper", bus, bootspec.UpperSerial, spec.Upper)...)
+	args = append(args, disk("lower", bus, bootspec.LowerSerial, behind.lower)...)
+	args = append(args, disk("upper", bus, bootspec.UpperSerial, behind.upper)...)
 	args = append(args, "-device", "virtio-serial-"+bus+",max_ports=4")
-	args = append(args, port("link", agentlink.AgentPort, fdLink)...)
-	args = append(args, port("env", agentlink.EnvPort, fdEnv)...)
+	args = append(args, port("link", agentlink.AgentPort, behind.link)...)
+	args = append(args, port("env", agentlink.EnvPort, behind.env)...)
 	return args, nil
 }
 
@@ -91,25 +110,32 @@ func socket(id string, fd int) string {
 	return "socket,id=" + id + ",fd=" + strconv.Itoa(fd)
 }
 
-func port(id, name string, fd int) []string {
-	return []string{"-chardev", socket(id, fd), "-device", "virtserialport,chardev=" + id + ",name=" + name}
+func port(id, name, chardev string) []string {
+	return []string{"-chardev", chardev, "-device", "virtserialport,id=" + portID(id) + ",chardev=" + id + ",name=" + name}
 }
 
-// disk is a drive and its device. Discards reach the file, so that it shrinks
-// with what the guest deletes. An error of the host's disk is the guest's too:
-// by default QEMU would stop the VM for ever once the host's disk is full.
-func disk(id, bus, serial string, d bootspec.Disk) []string {
-	drive := "if=none,id=" + id + ",format=raw,file=" + escape(d.Path)
+// portID is the device that QEMU's events about a port name.
+func portID(id string) string { return "port-" + id }
+
+// drive is a disk's file. Discards reach it, so that it shrinks with what the
+// guest deletes.
+func drive(id string, d bootspec.Disk) string {
+	file := "if=none,id=" + id + ",format=raw,file=" + escape(d.Path)
 	switch {
 	case d.ReadOnly:
-		drive += ",readonly=on"
+		return file + ",readonly=on"
 	case d.Durable:
 		// Flushes of the guest reach the host's disk.
-		drive += ",cache=writeback,discard=unmap"
+		return file + ",cache=writeback,discard=unmap"
 	default:
 		// Flushes are ignored: nobody mounts this disk again.
-		drive += ",cache=unsafe,discard=unmap"
+		return file + ",cache=unsafe,discard=unmap"
 	}
+}
+
+// disk is a drive and its device. An error of the host's disk is the guest's too:
+// by default QEMU would stop the VM for ever once the host's disk is full.
+func disk(id, bus, serial, drive string) []string {
 	return []string{"-drive", drive, "-device", "virtio-blk-" + bus + ",drive=" + id + ",werror=report,rerror=report,serial=" + serial}
 }
 

@@ -87,12 +87,32 @@ func checkVMLinux(path string) error {
 }
 
 // Run implements shim.Hypervisor. QEMU dies with this process, and with the
-// context.
+// context. A snapshot that is not there or does not fit is no error: the VM
+// boots without it.
 func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devices) bootspec.End {
 	defer closeAll(dev)
+	if spec.QEMU.Snapshot != "" {
+		if end, resumed := h.resume(ctx, spec, dev); resumed {
+			return end
+		}
+		cold, q := *spec, *spec.QEMU
+		q.Snapshot = ""
+		cold.QEMU = &q
+		spec = &cold
+	}
+	cmd, failed := h.command(ctx, spec, dev)
+	if failed != nil {
+		return *failed
+	}
+	// QEMU has its own once it runs; ours would hide its end.
+	return run(ctx, cmd, dev, func() { closeAll(dev) })
+}
+
+// command is QEMU with its files, not started.
+func (h Hypervisor) command(ctx context.Context, spec *bootspec.Spec, dev shim.Devices) (*exec.Cmd, *bootspec.End) {
 	args, err := Args(spec)
 	if err != nil {
-		return bootspec.End{Class: bootspec.EndBadSpec, Message: err.Error(), ExitCode: -1}
+		return nil, &bootspec.End{Class: bootspec.EndBadSpec, Message: err.Error(), ExitCode: -1}
 	}
 	argv := append([]string{spec.QEMU.Binary}, args...)
 	if h.Wrap != nil {
@@ -105,7 +125,11 @@ func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devic
 	cmd.Stdout, cmd.Stderr = dev.Log, dev.Log
 	cmd.ExtraFiles = []*os.File{fdConsole - 3: dev.Console, fdLink - 3: dev.Link, fdEnv - 3: dev.Env}
 	cmd.SysProcAttr = dieWithParent()
+	return cmd, nil
+}
 
+// run runs QEMU to its end; started is called when it runs.
+func run(ctx context.Context, cmd *exec.Cmd, dev shim.Devices, started func()) bootspec.End {
 	// The kernel kills the child when the thread that forked it ends, so this
 	// goroutine keeps its thread until the child is gone. The lock is undone
 	// last, and the thread lives on.
@@ -118,8 +142,7 @@ func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devic
 		return bootspec.End{Class: bootspec.EndRefused, Message: "QEMU did not start: " + err.Error(), ExitCode: -1}
 	}
 	dev.Started(cmd.Process.Pid)
-	// QEMU has its own now; ours would hide its end.
-	closeAll(dev)
+	started()
 	_ = cmd.Wait() // the outcome is in ProcessState
 	end := ended(cmd.ProcessState)
 	if ctx.Err() != nil && end.Signal == int(syscall.SIGKILL) {

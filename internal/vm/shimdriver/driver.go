@@ -33,7 +33,7 @@ type Config struct {
 	// Log gets what was chosen and why.
 	Log *slog.Logger
 	// Getenv looks up III_KRUN_SHIM, III_GUEST_AGENT, III_QEMU, III_VM_KERNEL,
-	// III_SANDBOX_QEMU_MACHINE and PATH; usually os.Getenv.
+	// III_SANDBOX_QEMU_MACHINE, III_SANDBOX_SNAPSHOT and PATH; usually os.Getenv.
 	Getenv func(string) string
 	// Version names this build.
 	Version string

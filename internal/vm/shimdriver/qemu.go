@@ -50,6 +50,7 @@ func (d *Driver) prepareQEMU(ctx context.Context, spec *bootspec.Spec) error {
 		Binary: binary, Machine: machine, TSCKHz: khz,
 		Kernel: kernel.Image, Initramfs: initramfs,
 	}
+	spec.QEMU.Snapshot = d.snapshot(ctx, spec)
 	return nil
 }
 

@@ -1,0 +1,170 @@
+package vmassets_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
+)
+
+// snapshotInputs are two files and a machine.
+func snapshotInputs(t *testing.T) vmassets.SnapshotInputs {
+	t.Helper()
+	dir := t.TempDir()
+	in := vmassets.SnapshotInputs{Machine: "microvm, 1 CPU"}
+	for _, name := range []string{"qemu", "kernel"} {
+		path := filepath.Join(dir, name)
+		writeFile(t, path, []byte(name), 0o700)
+		in.Files = append(in.Files, path)
+	}
+	return in
+}
+
+func saveText(text string, calls *atomic.Int32) func(context.Context, *os.File) error {
+	return func(_ context.Context, f *os.File) error {
+		calls.Add(1)
+		_, err := f.WriteString(text)
+		return err
+	}
+}
+
+func TestSnapshotIsMadeOnce(t *testing.T) {
+	t.Parallel()
+	root, in := privateDir(t), snapshotInputs(t)
+	var calls atomic.Int32
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			path, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if got := string(readFile(t, path)); got != "state" {
+				t.Errorf("the snapshot is %q", got)
+			}
+		})
+	}
+	all.Wait()
+	if calls.Load() != 1 {
+		t.Errorf("it was made %d times", calls.Load())
+	}
+	noTemporaries(t, filepath.Join(root, "snapshots"))
+}
+
+func TestSnapshotIsOfItsInputs(t *testing.T) {
+	t.Parallel()
+	root, in := privateDir(t), snapshotInputs(t)
+	var calls atomic.Int32
+	paths := map[string]bool{}
+	get := func() {
+		t.Helper()
+		path, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls))
+		if err != nil {
+			t.Fatal(err)
+		}
+		paths[path] = true
+	}
+	get()
+	in.Machine = "microvm, 2 CPUs"
+	get()
+	writeFile(t, in.Files[0], []byte("qemu, next version"), 0o700)
+	get()
+	if len(paths) != 3 || calls.Load() != 3 {
+		t.Errorf("%d snapshots, made %d times, want 3", len(paths), calls.Load())
+	}
+	in.Files[1] += ".gone"
+	if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("without its kernel: %v", err)
+	}
+}
+
+func TestSnapshotThatFailsIsNotTriedAtOnce(t *testing.T) {
+	t.Parallel()
+	root, in := privateDir(t), snapshotInputs(t)
+	broken := errors.New("no such machine")
+	_, err := vmassets.Snapshot(t.Context(), root, in, func(_ context.Context, f *os.File) error {
+		_, err := f.WriteString("half a sta")
+		return errors.Join(err, broken)
+	})
+	if !errors.Is(err, broken) {
+		t.Fatalf("got %v", err)
+	}
+	var calls atomic.Int32
+	if path, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); !errors.Is(err, vmassets.ErrNoSnapshot) || calls.Load() != 0 {
+		t.Errorf("at once: %q, %v, made %d times", path, err, calls.Load())
+	}
+	dir := filepath.Join(root, "snapshots")
+	noTemporaries(t, dir)
+	// A minute later.
+	marks, err := filepath.Glob(filepath.Join(dir, "*.failed"))
+	if err != nil || len(marks) != 1 {
+		t.Fatalf("marks %q, %v", marks, err)
+	}
+	before := time.Now().Add(-2 * time.Minute)
+	if err := os.Chtimes(marks[0], before, before); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); err != nil || calls.Load() != 1 {
+		t.Errorf("later: %v, made %d times", err, calls.Load())
+	}
+	if _, err := os.Stat(marks[0]); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the mark is still there: %v", err)
+	}
+}
+
+// A caller who gives up is no reason not to try again.
+func TestSnapshotOfACallerThatLeft(t *testing.T) {
+	t.Parallel()
+	root, in := privateDir(t), snapshotInputs(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err := vmassets.Snapshot(ctx, root, in, func(ctx context.Context, _ *os.File) error {
+		cancel()
+		return ctx.Err()
+	})
+	if !errors.Is(err, context.Canceled) {
+		t.Fatalf("got %v", err)
+	}
+	var calls atomic.Int32
+	if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); err != nil || calls.Load() != 1 {
+		t.Errorf("the next caller: %v, made %d times", err, calls.Load())
+	}
+}
+
+func TestOldSnapshotsAreRemoved(t *testing.T) {
+	t.Parallel()
+	root, in := privateDir(t), snapshotInputs(t)
+	var calls atomic.Int32
+	var paths []string
+	for i := range 7 {
+		in.Machine = string(rune('a' + i))
+		path, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls))
+		if err != nil {
+			t.Fatal(err)
+		}
+		paths = append(paths, path)
+	}
+	// The first six were last used six minutes ago or more, the first longest.
+	for i, path := range paths[:6] {
+		used := time.Now().Add(time.Duration(i-12) * time.Minute)
+		if err := os.Chtimes(path, used, used); err != nil {
+			t.Fatal(err)
+		}
+	}
+	in.Machine = "new"
+	if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); err != nil {
+		t.Fatal(err)
+	}
+	for i, path := range paths {
+		_, err := os.Stat(path)
+		if gone := errors.Is(err, os.ErrNotExist); gone != (i < 4) {
+			t.Errorf("snapshot %d: gone is %v", i, gone)
+		}
+	}
+}
