@@ -91,6 +91,14 @@ lab: ## Run the VM suite on libkrun in an emulated machine (LAB_FLAGS='-- CMD': 
 lab-shell: ## Open a shell in that machine; Ctrl-A X ends it
 	@sh build/lab.sh --shell
 
+.PHONY: bench-lab
+bench-lab: ## Measure libkrun's VMs in that machine beside a floor and a peer
+	@sh build/bench-lab.sh $(BENCH_LAB_FLAGS)
+
+.PHONY: soak
+soak: ## Run the long parts of the VM suite ten times as long (SOAK_FLAGS=lab: libkrun's alone)
+	@sh build/soak.sh $(SOAK_FLAGS)
+
 .PHONY: ci
 ci: ## What continuous integration runs
 	@.ci/run

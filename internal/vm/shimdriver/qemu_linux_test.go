@@ -41,7 +41,7 @@ func qemuEnv(t testing.TB, host *vmtest.Host, env map[string]string) *vmtest.Env
 	roots := host.Roots(t)
 	return &vmtest.Env{
 		Driver: qemuDriver(t, host, roots, env), Roots: roots, Lower: host.Lower,
-		Patience: patience, Crowd: 6, RealDisk: true, Load: vmtest.SmallLoad(),
+		Patience: patience, Crowd: 6, RealDisk: true,
 	}
 }
 

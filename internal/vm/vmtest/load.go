@@ -36,7 +36,11 @@ func SmallLoad() Load {
 func (e *Env) load(t testing.TB) Load {
 	t.Helper()
 	text := os.Getenv(soakEnv)
-	if text == "" {
+	switch {
+	case text != "":
+	case len(e.Load.Streams) == 0:
+		return SmallLoad()
+	default:
 		return e.Load
 	}
 	times, err := strconv.Atoi(text)

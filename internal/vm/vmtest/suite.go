@@ -31,7 +31,7 @@ type Env struct {
 	Crowd int
 	// RealDisk tells that the guest has a file system of its own.
 	RealDisk bool
-	// Load is how much the long parts do.
+	// Load is how much the long parts do; the zero value is SmallLoad.
 	Load Load
 }
 

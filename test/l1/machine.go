@@ -1,0 +1,112 @@
+// Package l1 boots a machine with hardware virtualization on hosts that have none:
+// QEMU emulates AMD's (SVM), and a Debian kernel in it has a /dev/kvm that works, in
+// which real guests of libkrun run some ten times slower than on hardware. For
+// Linux on x86-64.
+package l1
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
+)
+
+// statusMark begins the line in which the machine tells the command's status.
+const statusMark = "l1: status "
+
+// kvm are the kernel's modules that give the machine its /dev/kvm.
+func kvm() []string {
+	return []string{"virt/lib/irqbypass.ko", "arch/x86/kvm/kvm.ko", "arch/x86/kvm/kvm-amd.ko"}
+}
+
+// Machine is what runs. Its fields are set before Run.
+type Machine struct {
+	// Cache keeps Debian's packages and the machine's files.
+	Cache string
+	// Files are in the machine by the name that is the key, without a slash at the
+	// front, with the libraries that they need; Trees are directories likewise.
+	Files, Trees map[string]string
+	// Modules are kernel modules besides kvm's, named from the kernel's directory.
+	Modules []string
+	// Env is the command's environment, besides PATH (/opt:/bin) and HOME; no value
+	// has a quote.
+	Env map[string]string
+	// Command is a shell script. It runs as root in /tmp, a tmpfs.
+	Command string
+	// MemoryMiB is the machine's memory.
+	MemoryMiB int
+	// Timeout bounds the whole.
+	Timeout time.Duration
+}
+
+// Run boots the machine, prints on out what it prints, and returns the command's
+// status. QEMU is III_QEMU or what is on PATH.
+func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, fmt.Errorf("it was not done after %v", m.Timeout))
+	defer cancel()
+	debian, err := fetchDebian(ctx, m.Cache, append(kvm(), m.Modules...))
+	if err != nil {
+		return 0, err
+	}
+	archive := filepath.Join(m.Cache, "l1.cpio")
+	if err := m.writeArchive(archive, debian); err != nil {
+		return 0, err
+	}
+	qemu, err := vmassets.FindQEMU(os.Getenv, "amd64")
+	if err != nil {
+		return 0, err
+	}
+	cmd := exec.CommandContext(ctx, qemu, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt",
+		"-smp", "2", "-m", strconv.Itoa(m.MemoryMiB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio",
+		"-kernel", debian.kernel, "-initrd", archive, "-append", "console=ttyS0 quiet reboot=t panic=-1 mitigations=off")
+	printed, err := cmd.StdoutPipe()
+	if err != nil {
+		return 0, err
+	}
+	var said strings.Builder
+	cmd.Stderr = &said
+	if err := cmd.Start(); err != nil {
+		return 0, err
+	}
+	status, readErr := follow(printed, out)
+	err = errors.Join(readErr, cmd.Wait())
+	switch cause := context.Cause(ctx); {
+	case cause != nil:
+		return 0, cause
+	case status >= 0:
+		return status, nil
+	default:
+		return 0, fmt.Errorf("the machine ended without the command's status (%w)\n%s", err, said.String())
+	}
+}
+
+// follow passes on what the machine prints and finds the status; -1 for none.
+func follow(printed io.Reader, out io.Writer) (status int, err error) {
+	status = -1
+	for lines := bufio.NewReader(printed); ; {
+		line, err := lines.ReadString('\n')
+		line = strings.TrimRight(line, "\r\n")
+		if number, found := strings.CutPrefix(line, statusMark); found {
+			if n, err := strconv.Atoi(number); err == nil {
+				status = n
+			}
+		} else if line != "" || err == nil {
+			_, _ = fmt.Fprintln(out, line)
+		}
+		if errors.Is(err, io.EOF) {
+			return status, nil
+		}
+		if err != nil {
+			return status, err
+		}
+	}
+}
