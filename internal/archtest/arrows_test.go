@@ -67,7 +67,7 @@ test/bench/probe    -> test/bench/sequence
 test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver vmassets
 
 # The lab, where libkrun's guests run on any host, and what is measured in it.
-test/lab       -> layout vmassets
+test/lab       -> layout test/l1 vmassets
 test/l1        -> vmassets
 test/bench-lab -> bootspec cleanup guest imagestore layout test/l1 vm vm/shimdriver vmassets
 

@@ -22,7 +22,7 @@ export PATH=/opt:/bin HOME=/root TERM=linux
 mount -t proc none /proc
 mount -t sysfs none /sys
 mount -t devtmpfs none /dev
-exec </dev/console >/dev/console 2>&1
+exec </dev/ttyS0 >/dev/ttyS0 2>&1
 mount -t tmpfs -o size=75%% none /tmp
 mount -t tmpfs -o size=75%% none /run
 for module in /modules/*.ko; do insmod "$module"; done
@@ -44,12 +44,7 @@ type archive struct {
 }
 
 // writeArchive makes the initramfs of the machine.
-func (m *Machine) writeArchive(path string, d debian) (err error) {
-	file, err := os.Create(path)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, file.Close()) }()
+func (m *Machine) writeArchive(file io.Writer, d debian) error {
 	a := &archive{w: cpio.NewWriter(file), dirs: map[string]bool{}}
 	for _, dir := range []string{"proc", "sys", "dev", "tmp", "run", "root", "bin", "etc"} {
 		if err := a.dir(dir); err != nil {

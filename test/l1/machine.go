@@ -6,6 +6,7 @@ package l1
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -46,10 +47,18 @@ type Machine struct {
 	MemoryMiB int
 	// Timeout bounds the whole.
 	Timeout time.Duration
+	// Terminal connects the command to this process's terminal; its status is not
+	// told then.
+	Terminal bool
 }
 
-// Run boots the machine, prints on out what it prints, and returns the command's
-// status. QEMU is III_QEMU or what is on PATH.
+// KernelLog is the file in Cache with what the kernel of the last machine
+// printed.
+const KernelLog = "kernel.log"
+
+// Run boots the machine, prints on out what its command prints, and returns the
+// command's status. QEMU is III_QEMU or what is on PATH. An error has the end of
+// the kernel's log.
 func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, m.Timeout, fmt.Errorf("it was not done after %v", m.Timeout))
 	defer cancel()
@@ -57,17 +66,42 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	archive := filepath.Join(m.Cache, "l1.cpio")
-	if err := m.writeArchive(archive, debian); err != nil {
+	// A name of its own: another machine may run.
+	archive, err := os.CreateTemp(m.Cache, "l1-*.cpio")
+	if err != nil {
 		return 0, err
 	}
+	defer func() { _ = os.Remove(archive.Name()) }()
+	if err := errors.Join(m.writeArchive(archive, debian), archive.Close()); err != nil {
+		return 0, err
+	}
+	kernelLog := filepath.Join(m.Cache, KernelLog)
+	status, err := m.boot(ctx, out, debian.kernel, archive.Name(), kernelLog)
+	if err != nil {
+		log, _ := os.ReadFile(kernelLog) // there is none if QEMU did not start
+		return 0, fmt.Errorf("%w\n--- end of %s:\n%s", err, kernelLog, lastLines(log))
+	}
+	return status, nil
+}
+
+// boot runs QEMU. The command's terminal is the first serial port, the kernel's
+// console the second.
+func (m *Machine) boot(ctx context.Context, out io.Writer, kernel, archive, kernelLog string) (int, error) {
 	qemu, err := vmassets.FindQEMU(os.Getenv, "amd64")
 	if err != nil {
 		return 0, err
 	}
+	serial := "stdio"
+	if m.Terminal {
+		serial = "mon:stdio"
+	}
 	cmd := exec.CommandContext(ctx, qemu, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt",
-		"-smp", "2", "-m", strconv.Itoa(m.MemoryMiB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio",
-		"-kernel", debian.kernel, "-initrd", archive, "-append", "console=ttyS0 quiet reboot=t panic=-1 mitigations=off")
+		"-smp", "2", "-m", strconv.Itoa(m.MemoryMiB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
+		"-serial", serial, "-serial", "file:"+kernelLog,
+		"-kernel", kernel, "-initrd", archive, "-append", "console=ttyS1 oops=panic reboot=t panic=-1 mitigations=off")
+	if m.Terminal {
+		cmd.Stdin = os.Stdin
+	}
 	printed, err := cmd.StdoutPipe()
 	if err != nil {
 		return 0, err
@@ -77,7 +111,10 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	if err := cmd.Start(); err != nil {
 		return 0, err
 	}
-	status, readErr := follow(printed, out)
+	if err := mend(cmd.Process.Pid); err != nil {
+		_, _ = fmt.Fprintf(out, "l1: %s is left as it is (%v): guests may die or hang for no reason, see docs/verify-libkrun.md\n", qemu, err)
+	}
+	status, readErr := m.follow(printed, out)
 	err = errors.Join(readErr, cmd.Wait())
 	switch cause := context.Cause(ctx); {
 	case cause != nil:
@@ -89,8 +126,24 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	}
 }
 
+// lastLines is the end of a text.
+func lastLines(text []byte) []byte {
+	const lines = 40
+	at := len(text)
+	for range lines {
+		if at = bytes.LastIndexByte(text[:max(at-1, 0)], '\n') + 1; at == 0 {
+			break
+		}
+	}
+	return text[at:]
+}
+
 // follow passes on what the machine prints and finds the status; -1 for none.
-func follow(printed io.Reader, out io.Writer) (status int, err error) {
+func (m *Machine) follow(printed io.Reader, out io.Writer) (status int, err error) {
+	if m.Terminal {
+		_, err := io.Copy(out, printed)
+		return 0, err
+	}
 	status = -1
 	for lines := bufio.NewReader(printed); ; {
 		line, err := lines.ReadString('\n')
