@@ -79,7 +79,8 @@ func killMessage(cause error) string {
 // outside: a VMM told to end at reboot exits with 0 after a panic too.
 func (r *run) explainGuest(end *bootspec.End, words *lastWords) {
 	asked, acked := r.state.shutdown()
-	reason := words.console.lineWith(panicText)
+	// libkrun has what the kernel prints in its own log.
+	reason := cmp.Or(words.console.lineWith(panicText), words.vmm.lineWith(panicText))
 	switch {
 	case words.vmm.lineWith(signalText) != "":
 		end.Class = bootspec.EndKilled
@@ -94,6 +95,8 @@ func (r *run) explainGuest(end *bootspec.End, words *lastWords) {
 			end.Message += ": " + oneLine(failure.Error())
 		} else if last := cmp.Or(words.console.lineWith(agentText), words.console.lastLine()); last != "" {
 			end.Message += "; its console ends with: " + last
+		} else if last := words.vmm.reason(); last != "" {
+			end.Message += "; the VMM's log ends with: " + last
 		} else {
 			end.Message += " and printed nothing: is the kernel one for this machine?"
 		}

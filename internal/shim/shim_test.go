@@ -201,6 +201,8 @@ func TestEndsOfTheGuest(t *testing.T) {
 		{"panic long ago", true, panicked + strings.Repeat("line\r\n", 10_000), "", guest, bootspec.EndGuest, "by itself"},
 		{"early end", false, "agent: no disk\r\n", "", guest, bootspec.EndCrashed, "its console ends with: agent: no disk"},
 		{"early end, hostile console", false, "\x1b[2Jevil\x00\xff\u202e\n\n \n", "", guest, bootspec.EndCrashed, "[2Jevil"},
+		{"panic in the VMM's log", true, "", panicked + strings.Repeat("[ERROR init_or_kernel] call trace\n", 200), guest, bootspec.EndCrashed, "Attempted to kill init"},
+		{"early end, VMM's log", false, "", "[ERROR vstate] KVM_EXIT_INTERNAL_ERROR\n", guest, bootspec.EndCrashed, "the VMM's log ends with: [ERROR vstate] KVM_EXIT_INTERNAL_ERROR"},
 		{"silent end", false, "", "", guest, bootspec.EndCrashed, "printed nothing"},
 		{"refused", false, "", "warning\nqemu: -m 99999999: out of range\n", status1, bootspec.EndRefused, "status 1: qemu: -m 99999999: out of range"},
 		{"crashed before boot", false, "Linux version\r\n", "oops\n", status1, bootspec.EndCrashed, "status 1: oops"},

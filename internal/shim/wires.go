@@ -16,10 +16,11 @@ import (
 
 // How much of what VMM and guest print is kept in memory for the report of the
 // end, and how much of the VMM's log is passed on, in bytes. A kernel's panic
-// prints up to 6 KiB behind the line that tells why.
+// prints up to 6 KiB behind the line that tells why, which libkrun puts into its
+// log, with 60 bytes before each line.
 const (
 	consoleTail = 16 << 10
-	vmmTail     = 4 << 10
+	vmmTail     = 16 << 10
 	vmmLogLimit = 64 << 10
 )
 
