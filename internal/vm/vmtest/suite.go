@@ -4,6 +4,7 @@
 package vmtest
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io/fs"
@@ -75,6 +76,8 @@ func (e *Env) Launcher(t testing.TB) *vm.Launcher {
 }
 
 func (e *Env) launcher(t testing.TB, cfg vm.Config) *vm.Launcher {
+	// The product's time-out is for hosts that are not emulated, or busy with tests.
+	cfg.BootTimeout = cmp.Or(cfg.BootTimeout, e.Patience)
 	cfg.Driver, cfg.Roots, cfg.Log, cfg.Version = e.Driver, e.Roots, Logger(t), "vmtest"
 	return vm.New(cfg)
 }
