@@ -42,8 +42,9 @@ const keptSpecs = 10
 const killWait = 10 * time.Second
 
 // Launch boots a VM and returns when its agent has answered. It first waits for
-// a boot slot; from then on the boot time-out runs. ctx bounds the call alone:
-// the VM lives on after it.
+// a boot slot and has the driver prepare the boot, which may make or wait for
+// files that later VMs share; the boot time-out runs from then on. ctx bounds the
+// call alone: the VM lives on after it.
 //
 // On error nothing of the VM is left on the host, except the spec of a boot that
 // was begun, which is kept for a replay (layout.Roots.FailedSpec). The error is
@@ -61,7 +62,6 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 		return nil, err
 	}
 	defer release()
-	admitted := time.Now()
 
 	dir, err := l.claim(ctx, req.ID)
 	if err != nil {
@@ -84,7 +84,7 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 
 	timeout := l.timeout(spec.VMM)
 	caller := ctx
-	ctx, cancel := context.WithDeadlineCause(ctx, admitted.Add(timeout), fmt.Errorf("%w (%v)", ErrBootTimeout, timeout))
+	ctx, cancel := context.WithTimeoutCause(ctx, timeout, fmt.Errorf("%w (%v)", ErrBootTimeout, timeout))
 	defer cancel()
 	_, m, err := newMachine(l, dir)
 	if err != nil {

@@ -70,6 +70,33 @@ func TestFailedPrepareLeavesNothing(t *testing.T) {
 	}
 }
 
+// Preparing may take longer than a boot may: files that many VMs share are made.
+func TestBootTimeoutBeginsAfterPrepare(t *testing.T) {
+	t.Parallel()
+	const timeout = time.Minute
+	var prepared time.Time
+	var rest time.Duration
+	s := stub{
+		prepare: func(*bootspec.Spec) error {
+			prepared = time.Now()
+			return nil
+		},
+		start: func(ctx context.Context, _ *bootspec.Spec) error {
+			if deadline, ok := ctx.Deadline(); ok {
+				rest = deadline.Sub(prepared)
+			}
+			return errors.New("no VM")
+		},
+	}
+	l := vm.New(vm.Config{Driver: s, Roots: vmtest.Roots(t), Log: vmtest.Logger(t), BootTimeout: timeout})
+	if _, err := l.Launch(t.Context(), vm.Request{Lower: "/lower"}); err == nil {
+		t.Fatal("the VM is up")
+	}
+	if rest < timeout {
+		t.Errorf("%v are left of %v", rest, timeout)
+	}
+}
+
 func TestFailedBootTellsWhatTheVMPrinted(t *testing.T) {
 	t.Parallel()
 	var console strings.Builder

@@ -25,8 +25,8 @@ type Config struct {
 	Roots layout.Roots
 	// Log gets what no caller is told: slow stops, collected garbage.
 	Log *slog.Logger
-	// BootTimeout bounds one boot, from its admission to the agent's answer; 0
-	// means 30 s, or 120 s where the CPU is emulated.
+	// BootTimeout bounds one boot, from the end of its preparation to the agent's
+	// answer; 0 means 30 s, or 120 s where the CPU is emulated.
 	BootTimeout time.Duration
 	// MaxBoots is how many boots may go on at one time, over all processes that
 	// share Roots.Run; 0 means two per core.

@@ -122,6 +122,9 @@ func remembered(dir, ref string) string {
 
 // use marks an archive as used now and reports whether it is there.
 func use(path string) bool {
+	if info, err := os.Lstat(path); err != nil || !info.Mode().IsRegular() {
+		return false
+	}
 	now := time.Now()
 	return os.Chtimes(path, now, now) == nil
 }

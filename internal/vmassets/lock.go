@@ -60,8 +60,8 @@ func sweep(dir string) error {
 	return errors.Join(errs...)
 }
 
-// writeFile writes name in dir by a temporary file and a rename. With durable
-// the content is on the disk before the name is.
+// writeFile writes name in dir by a temporary file and a rename, whatever had
+// that name. With durable the content is on the disk before the name is.
 func writeFile(dir, name string, durable bool, write func(*os.File) error) (err error) {
 	f, err := os.CreateTemp(dir, tempPrefix)
 	if err != nil {
@@ -80,7 +80,13 @@ func writeFile(dir, name string, durable bool, write func(*os.File) error) (err 
 			return err
 		}
 	}
-	if err := os.Rename(f.Name(), filepath.Join(dir, name)); err != nil {
+	path := filepath.Join(dir, name)
+	if info, err := os.Lstat(path); err == nil && info.IsDir() {
+		if err := os.RemoveAll(path); err != nil {
+			return err
+		}
+	}
+	if err := os.Rename(f.Name(), path); err != nil {
 		return err
 	}
 	return f.Close()

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -37,6 +38,8 @@ type SnapshotInputs struct {
 	// Files are programs and data that must be as they were, byte by byte: the
 	// emulator, the program that runs it, the kernel.
 	Files []string
+	// Contents are small files that must say the same, whatever their age.
+	Contents []string
 	// Machine describes the rest, such as the number of CPUs.
 	Machine string
 }
@@ -100,6 +103,13 @@ func (in SnapshotInputs) name() (string, error) {
 		}
 		parts = append(parts, file, stamp(info))
 	}
+	for _, file := range in.Contents {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return "", err
+		}
+		parts = append(parts, file, strconv.Quote(string(content)))
+	}
 	sum := sha256.Sum256([]byte(strings.Join(parts, "\n")))
 	return hex.EncodeToString(sum[:16]), nil
 }
@@ -132,13 +142,13 @@ func pruneSnapshots(dir string, now time.Time) error {
 		case filepath.Ext(path) == snapshotExt:
 			snapshots = append(snapshots, file{path, info.ModTime()})
 		case filepath.Ext(path) == failedExt && age > retrySnapshot:
-			errs = append(errs, removeIfThere(path))
+			errs = append(errs, os.RemoveAll(path))
 		}
 	}
 	slices.SortFunc(snapshots, func(a, b file) int { return b.used.Compare(a.used) })
 	for i, s := range snapshots {
 		if i >= keepSnapshots && now.Sub(s.used) > keepSnapshot {
-			errs = append(errs, removeIfThere(s.path))
+			errs = append(errs, os.RemoveAll(s.path))
 		}
 	}
 	return errors.Join(errs...)

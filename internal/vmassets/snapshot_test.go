@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
@@ -58,6 +60,34 @@ func TestSnapshotIsMadeOnce(t *testing.T) {
 	noTemporaries(t, filepath.Join(root, "snapshots"))
 }
 
+// What is not a file, such as a fifo that nobody writes to, gives way to one.
+func TestSnapshotReplacesWhatIsNoFile(t *testing.T) {
+	t.Parallel()
+	for name, spoil := range map[string]func(path string) error{
+		"directory": func(path string) error { return os.MkdirAll(filepath.Join(path, "x"), 0o700) },
+		"fifo":      func(path string) error { return unix.Mkfifo(path, 0o600) },
+		"link":      func(path string) error { return os.Symlink("/dev/zero", path) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			root, in := privateDir(t), snapshotInputs(t)
+			var calls atomic.Int32
+			path, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls))
+			if err = errors.Join(err, os.Remove(path), spoil(path)); err != nil {
+				t.Fatal(err)
+			}
+			if again, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); err != nil || again != path || calls.Load() != 2 {
+				t.Fatalf("%q, %v, made %d times", again, err, calls.Load())
+			}
+			info, err := os.Lstat(path)
+			if err != nil || !info.Mode().IsRegular() || string(readFile(t, path)) != "state" {
+				t.Errorf("it is %v, %v", info, err)
+			}
+			noTemporaries(t, filepath.Dir(path))
+		})
+	}
+}
+
 func TestSnapshotIsOfItsInputs(t *testing.T) {
 	t.Parallel()
 	root, in := privateDir(t), snapshotInputs(t)
@@ -76,9 +106,20 @@ func TestSnapshotIsOfItsInputs(t *testing.T) {
 	get()
 	writeFile(t, in.Files[0], []byte("qemu, next version"), 0o700)
 	get()
-	if len(paths) != 3 || calls.Load() != 3 {
-		t.Errorf("%d snapshots, made %d times, want 3", len(paths), calls.Load())
+	boot := filepath.Join(t.TempDir(), "boot_id")
+	in.Contents = []string{boot}
+	for _, id := range []string{"a", "b", "a"} {
+		writeFile(t, boot, []byte(id), 0o600)
+		get()
 	}
+	if len(paths) != 5 || calls.Load() != 5 {
+		t.Errorf("%d snapshots, made %d times, want 5", len(paths), calls.Load())
+	}
+	in.Contents[0] += ".gone"
+	if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("without what it must say: %v", err)
+	}
+	in.Contents = nil
 	in.Files[1] += ".gone"
 	if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("without its kernel: %v", err)
@@ -149,6 +190,10 @@ func TestOldSnapshotsAreRemoved(t *testing.T) {
 			t.Fatal(err)
 		}
 		paths = append(paths, path)
+	}
+	// What is no snapshot goes too.
+	if err := errors.Join(os.Remove(paths[0]), os.MkdirAll(filepath.Join(paths[0], "x"), 0o700)); err != nil {
+		t.Fatal(err)
 	}
 	// The first six were last used six minutes ago or more, the first longest.
 	for i, path := range paths[:6] {

@@ -38,7 +38,10 @@ func Save(ctx context.Context, spec *bootspec.Spec, file *os.File, log io.Writer
 		cancel()
 		return err
 	}
-	undo.Add(monitor.Close)
+	undo.Add(func() error {
+		_ = monitor.Close() // the second time where ctx has ended
+		return nil
+	})
 	cmd, err := saveCommand(ctx, spec, theirs)
 	if err != nil {
 		cancel()

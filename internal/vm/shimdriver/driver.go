@@ -11,6 +11,7 @@ import (
 	"os"
 	"runtime"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -37,6 +38,9 @@ type Config struct {
 	Getenv func(string) string
 	// Version names this build.
 	Version string
+	// SaveTimeout bounds the making of a snapshot, which the VM does without
+	// then; 0 means a minute.
+	SaveTimeout time.Duration
 }
 
 // Driver runs VMs. Its methods may be called concurrently.

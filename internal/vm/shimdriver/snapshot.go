@@ -1,12 +1,14 @@
 package shimdriver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
@@ -20,6 +22,10 @@ const (
 	// saveCommand is the shim's command that makes a snapshot: the boot spec on
 	// fd 0, whose end means that the launcher is gone, the file as fd 3.
 	saveCommand = "__vm-save"
+	// saveTimeout is many times what it takes on a busy host.
+	saveTimeout = time.Minute
+	// bootIDFile has another content after each boot of the host.
+	bootIDFile = "/proc/sys/kernel/random/boot_id"
 )
 
 // snapshot names the saved guest that the VM can be resumed from, having it made
@@ -39,6 +45,11 @@ func (d *Driver) snapshot(ctx context.Context, spec *bootspec.Spec) string {
 		// An initramfs is named by its content.
 		Machine: fmt.Sprintf("%s %d kHz, %d CPUs, %d MiB, %s", q.Machine, q.TSCKHz, spec.CPUs, spec.MemoryMiB, filepath.Base(q.Initramfs)),
 	}
+	if q.Machine == machineQ35 {
+		// The guest has measured the counter of a host whose rate nobody else knows,
+		// and the next boot may be that of other hardware.
+		inputs.Contents = []string{bootIDFile}
+	}
 	path, err := vmassets.Snapshot(ctx, d.cfg.Roots.VMM(), inputs, func(ctx context.Context, file *os.File) error {
 		d.cfg.Log.Info("the first VM of this size boots twice: once to be saved for later ones, which start several times faster",
 			"cpus", spec.CPUs, "memory_mib", spec.MemoryMiB)
@@ -52,6 +63,9 @@ func (d *Driver) snapshot(ctx context.Context, spec *bootspec.Spec) string {
 
 // save runs the shim once to write a snapshot.
 func (d *Driver) save(ctx context.Context, shim string, spec *bootspec.Spec, file *os.File) (err error) {
+	limit := cmp.Or(d.cfg.SaveTimeout, saveTimeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("it took more than %v", limit))
+	defer cancel()
 	specR, specW, err := os.Pipe()
 	if err != nil {
 		return err
@@ -75,12 +89,12 @@ func (d *Driver) save(ctx context.Context, shim string, spec *bootspec.Spec, fil
 	case <-ctx.Done():
 		_ = child.Kill() // a no-op after the end
 		<-child.Done()
-		return context.Cause(ctx)
+		return fmt.Errorf("%s %s: %w", filepath.Base(shim), saveCommand, context.Cause(ctx))
 	case <-child.Done():
 	}
 	if exit := child.Exit(); exit.Code != 0 {
 		said, _ := os.ReadFile(log.Name())
-		return fmt.Errorf("%s %s: %v: %s", filepath.Base(shim), saveCommand, exit, strings.TrimSpace(string(said)))
+		return fmt.Errorf("%s %s: %v%s", filepath.Base(shim), saveCommand, exit, strings.TrimRight(": "+string(said), ": \n"))
 	}
 	return nil
 }

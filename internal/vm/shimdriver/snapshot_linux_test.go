@@ -12,6 +12,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/shimdriver"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 )
 
@@ -146,21 +147,41 @@ func TestSpoiledSnapshots(t *testing.T) {
 	}
 }
 
-// No snapshot can be made: the VM boots, and says so once.
+// No snapshot can be made: the VM boots all the same.
 func TestSnapshotThatCannotBeMade(t *testing.T) {
-	host := vmtest.QEMU(t)
-	e := ownSnapshots(t, nil)
-	script := filepath.Join(t.TempDir(), "krun-shim")
-	body := "#!/bin/sh\nif [ \"$1\" = __vm-save ]; then echo no saving today >&2; exit 1; fi\nexec " + host.Shim + " \"$@\"\n"
-	if err := os.WriteFile(script, []byte(body), 0o700); err != nil {
-		t.Fatal(err)
-	}
-	e.Driver = qemuDriver(t, host, e.Roots, map[string]string{"III_KRUN_SHIM": script})
-	m := e.Launch(t, e.Launcher(t), e.Request())
-	if path := snapshotOf(t, e, m); path != "" {
-		t.Errorf("it came from %s", path)
-	}
-	if got := run(t, e, m, "echo up"); got != "up\n" {
-		t.Errorf("stdout is %q", got)
+	for name, save := range map[string]string{
+		"it fails":        "echo no saving today >&2; exit 1",
+		"it never ends":   "exec sleep 1000",
+		"it stops itself": "kill -STOP $$",
+	} {
+		t.Run(name, func(t *testing.T) {
+			host := vmtest.QEMU(t)
+			e := ownSnapshots(t, nil)
+			script := filepath.Join(t.TempDir(), "krun-shim")
+			body := "#!/bin/sh\nif [ \"$1\" = __vm-save ]; then " + save + "; fi\nexec " + host.Shim + " \"$@\"\n"
+			if err := os.WriteFile(script, []byte(body), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			var err error
+			e.Driver, err = shimdriver.New(shimdriver.Config{
+				VMM: "qemu", Roots: e.Roots, Log: vmtest.Logger(t), Version: "vmtest", SaveTimeout: time.Second,
+				Getenv: func(key string) string {
+					if key == "III_KRUN_SHIM" {
+						return script
+					}
+					return host.Getenv(key)
+				},
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			m := e.Launch(t, e.Launcher(t), e.Request())
+			if path := snapshotOf(t, e, m); path != "" {
+				t.Errorf("it came from %s", path)
+			}
+			if got := run(t, e, m, "echo up"); got != "up\n" {
+				t.Errorf("stdout is %q", got)
+			}
+		})
 	}
 }
