@@ -15,7 +15,7 @@ import (
 // never ran since the snapshot cannot be read or does not fit; then it removes
 // the snapshot, for a new one to be made, and the devices are as they were.
 func (h Hypervisor) resume(ctx context.Context, spec *bootspec.Spec, dev shim.Devices) (bootspec.End, bool) {
-	snapshot, err := os.Open(spec.QEMU.Snapshot)
+	snapshot, err := openRegular(spec.QEMU.Snapshot)
 	if err != nil {
 		say(dev.Log, "boot without a snapshot: %v", err)
 		return bootspec.End{}, false

@@ -59,17 +59,28 @@ func (Hypervisor) Check(spec *bootspec.Spec) error {
 }
 
 func checkReadable(path string) error {
-	// O_NONBLOCK: a fifo must be refused, not waited for.
-	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	file, err := openRegular(path)
 	if err != nil {
 		return err
 	}
-	defer func() { _ = file.Close() }()
+	return file.Close()
+}
+
+// openRegular opens a file to read it.
+func openRegular(path string) (*os.File, error) {
+	// O_NONBLOCK: a fifo must be refused, not waited for.
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
 	info, err := file.Stat()
 	if err == nil && !info.Mode().IsRegular() {
 		err = fmt.Errorf("%s is not a regular file", path)
 	}
-	return err
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	return file, nil
 }
 
 // checkVMLinux refuses what QEMU would boot slowly or not at all: it enters an
