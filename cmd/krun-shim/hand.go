@@ -108,6 +108,11 @@ func renew(spec *bootspec.Spec, o *handOptions, undo *cleanup.Stack) error {
 	spec.Guest.Token = hex.EncodeToString(token[:])
 	spec.Guest.Env = append(spec.Guest.Env, o.env...)
 	spec.Lifetime, spec.IdleTimeoutMs = bootspec.Tied, 0
+	if spec.QEMU != nil {
+		// It has the kernel and the CPUs of the first boot, whatever the spec says
+		// now, and the boot is what is to be seen.
+		spec.QEMU.Snapshot = ""
+	}
 
 	var err error
 	if spec.Dir, err = machineDir(o.dir, undo); err != nil {

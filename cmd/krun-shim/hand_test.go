@@ -100,6 +100,18 @@ func TestReplayOfASavedSpec(t *testing.T) {
 	}
 }
 
+// A snapshot has the kernel and CPUs of the first boot, whatever was changed in
+// the spec since.
+func TestReplayBootsWithoutTheSnapshot(t *testing.T) {
+	t.Parallel()
+	spec := fixture(t, "panic-1")
+	spec.QEMU.Snapshot = filepath.Join(spec.Dir, "snapshot")
+	code, _, stderr := runShim(t, commandBoot, "--spec", saved(t, spec))
+	if code != bootspec.EndCrashed.ExitStatus() || strings.Contains(stderr, "snapshot") {
+		t.Errorf("status %d: %s", code, stderr)
+	}
+}
+
 func TestReplayKeepsADirectoryThatWasNamed(t *testing.T) {
 	t.Parallel()
 	path := saved(t, fixture(t, "panic-1"))
