@@ -18,10 +18,12 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup flock proc agentlink bootspec erofs krun agent/rexp ->
+fault layout cleanup flock proc agentlink bootspec erofs krun strictjson agent/rexp ->
 
 # Data and single outside things.
 catalog    -> fault
+# catalog for the checks of the operator's images.
+config     -> catalog strictjson
 # layout for its check that a directory is the user's own.
 imagestore -> cleanup erofs flock layout
 vmassets   -> flock layout
