@@ -24,6 +24,7 @@ fault layout cleanup flock proc agentlink bootspec erofs krun strictjson agent/r
 catalog    -> fault
 # catalog for the checks of the operator's images.
 config     -> catalog strictjson
+contract   -> fault strictjson
 # layout for its check that a directory is the user's own.
 imagestore -> cleanup erofs flock layout
 vmassets   -> flock layout
