@@ -88,9 +88,9 @@ func New(cfg Config) (*Catalog, error) {
 	return c, nil
 }
 
-// List returns every image that is known, whether it is allowed or not: presets
+// Images returns every image that is known, whether it is allowed or not: presets
 // first, then the custom ones sorted by name.
-func (c *Catalog) List() []Image { return slices.Clone(c.images) }
+func (c *Catalog) Images() []Image { return slices.Clone(c.images) }
 
 // Resolve finds the image that a caller named, by its exact name. One that is
 // not known or not allowed is S100.
@@ -116,13 +116,13 @@ func (c *Catalog) bootable() []string {
 
 // CheckSize compares the size of a sandbox with the image's ceiling, CPUs first;
 // more is S400.
-func (c *Catalog) CheckSize(image string, cpus, memoryMiB int) error {
+func (c *Catalog) CheckSize(image string, cpus, memoryMiB uint32) error {
 	ceiling := c.caps[image]
-	if most := ceiling.CPUs; most != nil && int64(cpus) > int64(*most) {
-		return fault.ImageCap(image, "cpus", cpus, int(*most))
+	if most := ceiling.CPUs; most != nil && cpus > *most {
+		return fault.ImageCap(image, "cpus", int(cpus), int(*most))
 	}
-	if most := ceiling.MemoryMiB; most != nil && int64(memoryMiB) > int64(*most) {
-		return fault.ImageCap(image, "memory_mb", memoryMiB, int(*most))
+	if most := ceiling.MemoryMiB; most != nil && memoryMiB > *most {
+		return fault.ImageCap(image, "memory_mb", int(memoryMiB), int(*most))
 	}
 	return nil
 }

@@ -64,11 +64,11 @@ func TestResolve_EmptyAllowListDeniesAll(t *testing.T) {
 	}
 }
 
-func TestList_ShowsAlsoWhatIsNotAllowed(t *testing.T) {
+func TestImages_ShowsAlsoWhatIsNotAllowed(t *testing.T) {
 	t.Parallel()
 	c := open(t, catalog.Config{Custom: map[string]string{"b": "r/b", "a": "r/a", "Z": "r/Z"}})
 	var names []string
-	for _, image := range c.List() {
+	for _, image := range c.Images() {
 		names = append(names, image.Name+"="+string(image.Kind))
 	}
 	if want := []string{"python=preset", "node=preset", "Z=custom", "a=custom", "b=custom"}; !reflect.DeepEqual(names, want) {
@@ -84,7 +84,7 @@ func TestCheckSize(t *testing.T) {
 	}})
 	for _, test := range []struct {
 		image        string
-		cpus, memory int
+		cpus, memory uint32
 		want         string // in the message; "" is no error
 	}{
 		{"both", 2, 1000, ""},

@@ -10,8 +10,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math"
-	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/catalog"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/strictjson"
@@ -23,24 +21,23 @@ const (
 	minMemoryMiB = 64
 )
 
-// Config is a configuration in force. It does not change and may be shared.
+// Config is a configuration, in the contract's units. It does not change and may
+// be shared.
 type Config struct {
 	// AutoInstall pulls a missing image at the first create.
 	AutoInstall bool
 	// Catalog has the images: presets, custom ones, allow-list, ceilings.
 	Catalog *catalog.Catalog
-	// IdleTimeout ends sandboxes whose create does not say one.
-	IdleTimeout time.Duration
 	// MaxSandboxes is how many may be there at once; 0 allows none.
-	MaxSandboxes int
-	// MaxExecs is how many programs may run at once in one sandbox, at least 1.
-	MaxExecs int
-	// MaxExecTimeout is the ceiling of every program's time, at least 1 ms.
-	MaxExecTimeout time.Duration
-	// CPUs and MemoryMiB are the size of sandboxes whose create does not say one.
-	CPUs, MemoryMiB int
-	// Warnings are what an operator should know about the entry, one sentence each.
-	Warnings []string
+	MaxSandboxes uint32
+	// MaxExecs is how many programs may run at once in one sandbox; 0 means 1.
+	MaxExecs uint32
+	// MaxExecTimeoutMs is the ceiling of every program's time; 0 means 1.
+	MaxExecTimeoutMs uint64
+	// DefaultIdleTimeoutSecs, DefaultCPUs (at least 1) and DefaultMemoryMiB (at
+	// least 64) are for sandboxes whose create does not say them.
+	DefaultIdleTimeoutSecs        uint64
+	DefaultCPUs, DefaultMemoryMiB uint32
 }
 
 // entry is the configuration as it is written.
@@ -98,15 +95,6 @@ func Parse(value []byte) (*Config, error) {
 	return c, nil
 }
 
-// Default is the configuration of an engine that has no entry: no image may boot.
-func Default() *Config {
-	c, err := Parse([]byte("{}"))
-	if err != nil { // nothing in it can be wrong
-		return &Config{}
-	}
-	return c
-}
-
 func (e *entry) config() (*Config, error) {
 	switch {
 	case e.CPUs < minCPUs:
@@ -122,20 +110,11 @@ func (e *entry) config() (*Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Config{
+	return &Config{
 		AutoInstall: e.AutoInstall, Catalog: images,
-		IdleTimeout:  saturated(e.IdleTimeoutSecs, time.Second),
-		MaxSandboxes: int(e.MaxSandboxes), MaxExecs: max(1, int(e.MaxExecs)),
-		MaxExecTimeout: max(time.Millisecond, saturated(e.MaxExecTimeoutMs, time.Millisecond)),
-		CPUs:           int(e.CPUs), MemoryMiB: int(e.MemoryMiB),
-	}
-	if e.MaxExecs == 0 {
-		c.Warnings = append(c.Warnings, "max_concurrent_exec_per_sandbox is 0, which means 1")
-	}
-	if len(e.ImageAllowlist) == 0 {
-		c.Warnings = append(c.Warnings, "image_allowlist is empty: every create is refused with S100")
-	}
-	return c, nil
+		MaxSandboxes: e.MaxSandboxes, MaxExecs: e.MaxExecs, MaxExecTimeoutMs: e.MaxExecTimeoutMs,
+		DefaultIdleTimeoutSecs: e.IdleTimeoutSecs, DefaultCPUs: e.CPUs, DefaultMemoryMiB: e.MemoryMiB,
+	}, nil
 }
 
 // present is true for a field that is there, whatever it holds.
@@ -145,12 +124,4 @@ type present bool
 func (p *present) DecodeStrict(json.RawMessage, string) error {
 	*p = true
 	return nil
-}
-
-// saturated is n units, or the longest time there is.
-func saturated(n uint64, unit time.Duration) time.Duration {
-	if n > uint64(math.MaxInt64/unit) {
-		return math.MaxInt64
-	}
-	return time.Duration(n) * unit
 }

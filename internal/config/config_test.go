@@ -2,10 +2,8 @@ package config_test
 
 import (
 	"errors"
-	"math"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/config"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
@@ -23,31 +21,31 @@ func parse(t *testing.T, text string) *config.Config {
 func TestParse_DefaultOfEachKey(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]*config.Config{
-		"empty": parse(t, `{}`), "unknown keys": parse(t, `{"sandbox_dir":1,"Auto_Install":false,"x":null}`), "default": config.Default(),
+		"empty": parse(t, `{}`), "unknown keys": parse(t, `{"sandbox_dir":1,"Auto_Install":false,"x":null}`),
 	} {
-		if !c.AutoInstall || c.IdleTimeout != 300*time.Second || c.MaxSandboxes != 32 || c.MaxExecs != 4 ||
-			c.MaxExecTimeout != 300*time.Second || c.CPUs != 1 || c.MemoryMiB != 512 {
+		if !c.AutoInstall || c.DefaultIdleTimeoutSecs != 300 || c.MaxSandboxes != 32 || c.MaxExecs != 4 ||
+			c.MaxExecTimeoutMs != 300_000 || c.DefaultCPUs != 1 || c.DefaultMemoryMiB != 512 {
 			t.Errorf("%s: %+v", name, c)
 		}
 		if _, err := c.Catalog.Resolve("python"); !errors.Is(err, fault.S100) {
 			t.Errorf("%s: with no allow-list python is %v", name, err)
 		}
-		if len(c.Catalog.List()) != 2 {
-			t.Errorf("%s: images %v", name, c.Catalog.List())
+		if err := c.Catalog.CheckSize("python", 255, 1<<20); err != nil {
+			t.Errorf("%s: without caps: %v", name, err)
 		}
-		if len(c.Warnings) != 1 || !strings.Contains(c.Warnings[0], "image_allowlist") {
-			t.Errorf("%s: warnings %q", name, c.Warnings)
+		if len(c.Catalog.Images()) != 2 {
+			t.Errorf("%s: images %v", name, c.Catalog.Images())
 		}
 	}
 }
 
-func TestParse_TheContractsExample(t *testing.T) {
+func TestParse_EachKey(t *testing.T) {
 	t.Parallel()
 	c := parse(t, `{"auto_install":false,"image_allowlist":["python","node","my-app"],"default_idle_timeout_secs":1,
 		"max_concurrent_sandboxes":2,"max_concurrent_exec_per_sandbox":3,"max_exec_timeout_ms":4,"default_cpus":5,"default_memory_mb":64,
 		"per_image_caps":{"python":{"max_cpus":4,"max_memory_mb":2048},"node":{"max_cpus":2}},"custom_images":{"my-app":"ghcr.io/acme/my-app:1.2.3"}}`)
-	if c.AutoInstall || c.IdleTimeout != time.Second || c.MaxSandboxes != 2 || c.MaxExecs != 3 ||
-		c.MaxExecTimeout != 4*time.Millisecond || c.CPUs != 5 || c.MemoryMiB != 64 || len(c.Warnings) != 0 {
+	if c.AutoInstall || c.DefaultIdleTimeoutSecs != 1 || c.MaxSandboxes != 2 || c.MaxExecs != 3 ||
+		c.MaxExecTimeoutMs != 4 || c.DefaultCPUs != 5 || c.DefaultMemoryMiB != 64 {
 		t.Errorf("%+v", c)
 	}
 	if image, err := c.Catalog.Resolve("my-app"); err != nil || image.Ref != "ghcr.io/acme/my-app:1.2.3" {
@@ -61,17 +59,10 @@ func TestParse_TheContractsExample(t *testing.T) {
 	}
 }
 
-func TestParse_Clamps(t *testing.T) {
+func TestParse_Zeros(t *testing.T) {
 	t.Parallel()
-	c := parse(t, `{"max_concurrent_exec_per_sandbox":0,"max_exec_timeout_ms":0,"max_concurrent_sandboxes":0,"default_idle_timeout_secs":0,"image_allowlist":["python"]}`)
-	if c.MaxExecs != 1 || c.MaxExecTimeout != time.Millisecond || c.MaxSandboxes != 0 || c.IdleTimeout != 0 {
-		t.Errorf("%+v", c)
-	}
-	if len(c.Warnings) != 1 || !strings.Contains(c.Warnings[0], "means 1") {
-		t.Errorf("warnings %q", c.Warnings)
-	}
-	c = parse(t, `{"max_exec_timeout_ms":18446744073709551615,"default_idle_timeout_secs":18446744073709551615}`)
-	if c.MaxExecTimeout != math.MaxInt64 || c.IdleTimeout != math.MaxInt64 {
+	c := parse(t, `{"max_concurrent_exec_per_sandbox":0,"max_exec_timeout_ms":0,"max_concurrent_sandboxes":0,"default_idle_timeout_secs":0}`)
+	if c.MaxExecs != 0 || c.MaxExecTimeoutMs != 0 || c.MaxSandboxes != 0 || c.DefaultIdleTimeoutSecs != 0 {
 		t.Errorf("%+v", c)
 	}
 }
@@ -121,7 +112,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"per_image_caps":{"python":{"max_cpus":1}},"custom_images":{"a":"b"}}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		c, err := config.Parse(data)
-		if err == nil && (c.MaxExecs < 1 || c.MaxExecTimeout <= 0 || c.IdleTimeout < 0 || c.CPUs < 1 || c.MemoryMiB < 64 || c.Catalog == nil) {
+		if err == nil && (c.DefaultCPUs < 1 || c.DefaultMemoryMiB < 64 || c.Catalog == nil) {
 			t.Errorf("%q: %+v", data, c)
 		}
 	})
