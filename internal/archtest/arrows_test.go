@@ -18,7 +18,7 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup flock proc agentlink bootspec erofs krun strictjson agent/rexp ->
+fault layout cleanup flock proc agentlink bootspec erofs iii krun strictjson agent/rexp ->
 
 # Data and single outside things.
 catalog    -> fault
