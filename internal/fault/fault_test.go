@@ -27,6 +27,7 @@ func every() map[string]*fault.Error {
 		"TwoFileBodies":    fault.TwoFileBodies(),
 		"BadFileBody":      fault.BadFileBody(cause),
 		"SandboxNotFound":  fault.SandboxNotFound("id"),
+		"SandboxLost":      fault.SandboxLost("id", cause),
 		"ExecSlotsFull":    fault.ExecSlotsFull("id", 4),
 		"SandboxStopped":   fault.SandboxStopped("id"),
 		"UnknownImage":     fault.UnknownImage("x", []string{"python", "node"}),
@@ -36,6 +37,8 @@ func every() map[string]*fault.Error {
 		"BootFailed":       fault.BootFailed(cause),
 		"GuestFailed":      fault.GuestFailed(cause),
 		"StartFailed":      fault.StartFailed(cause),
+		"NoNetwork":        fault.NoNetwork(),
+		"ShuttingDown":     fault.ShuttingDown(),
 		"SandboxLimit":     fault.SandboxLimit(32),
 		"ImageCap":         fault.ImageCap("python", "cpus", 8, 4),
 		"HostPathRefused":  fault.HostPathRefused("/p", "/a", "/b"),
@@ -104,10 +107,16 @@ func TestTable_TypesAndRetryable(t *testing.T) {
 			t.Errorf("%s: retryable of %s is %v", name, e.Code, e.Retryable())
 		}
 	}
-	for code := range want {
+	for _, code := range fault.Codes() {
 		if !seen[code] {
 			t.Errorf("no constructor makes %s", code)
 		}
+		if text, by := code.Meaning(); text == "" || by == "" || want[code] == "" {
+			t.Errorf("%s has no meaning: %q, raised by %q", code, text, by)
+		}
+	}
+	if len(fault.Codes()) != len(want) {
+		t.Errorf("codes %v", fault.Codes())
 	}
 }
 
@@ -126,6 +135,8 @@ func TestMessages_HoldWhatClientsLookFor(t *testing.T) {
 		"ExecTimedOut":     {"1500 ms"},
 		"HostPathRefused":  {"/p", "/a", "/b"},
 		"AgentTooOld":      {"supervisor"},
+		"SandboxLost":      {"the cause"},
+		"NoNetwork":        {"this build has no network"},
 		"ParentMissing":    {"parent not found", "/a"},
 	} {
 		message := every()[name].Message

@@ -73,6 +73,15 @@ func SandboxNotFound(id string) *Error {
 	return &Error{Code: S002, Message: fmt.Sprintf("no sandbox %s", clip(id)), FixNote: noteGone}
 }
 
+// SandboxLost is S002: the sandbox was there until its VM ended by itself. cause
+// tells why and ends with what the VM printed last.
+func SandboxLost(id string, cause error) *Error {
+	return &Error{
+		Code: S002, Message: fmt.Sprintf("no sandbox %s any more: %v", clip(id), cause),
+		FixNote: noteGone, cause: cause,
+	}
+}
+
 // ExecSlotsFull is S003: the sandbox runs as many programs as it may.
 func ExecSlotsFull(id string, limit int) *Error {
 	return &Error{
@@ -93,9 +102,9 @@ func SandboxStopped(id string) *Error {
 // UnknownImage is S100: no image of that name, or one that is not allowed.
 // allowed is the set that would be accepted; it may be empty.
 func UnknownImage(name string, allowed []string) *Error {
-	set := "no image is (image_allowlist is empty; name the ones to allow there, python for example)"
+	set := "no image is (image_allowlist is empty or names none that exists; name the ones to allow there, python for example)"
 	if len(allowed) > 0 {
-		set = "allowed are " + strings.Join(allowed, ", ")
+		set = "allowed are " + clip(strings.Join(allowed, ", "))
 	}
 	return &Error{
 		Code:    S100,
@@ -150,11 +159,24 @@ func StartFailed(cause error) *Error {
 	return &Error{Code: S300, Message: fmt.Sprintf("the program was not started: %v", cause), cause: cause}
 }
 
+// NoNetwork is S300: network:true, which this build cannot give.
+func NoNetwork() *Error {
+	return &Error{
+		Code: S300, Message: "network:true is not possible: this build has no network",
+		FixNote: "create the sandbox with network:false and bring files in with fs::write",
+	}
+}
+
+// ShuttingDown is S300: the adapter ends and takes no calls any more.
+func ShuttingDown() *Error {
+	return &Error{Code: S300, Message: "the adapter is shutting down", FixNote: "send the request again when the adapter is back"}
+}
+
 // SandboxLimit is S400: as many sandboxes as allowed are there.
 func SandboxLimit(limit int) *Error {
 	return &Error{
 		Code:    S400,
-		Message: fmt.Sprintf("%d sandboxes are running, the limit (max_concurrent_sandboxes): stop one first", limit),
+		Message: fmt.Sprintf("%d sandboxes are there, the limit (max_concurrent_sandboxes): stop one first, with wait:true to be sure that it is gone", limit),
 		FixNote: notePlatform,
 	}
 }
