@@ -70,7 +70,7 @@ format: go-version ## Format Go code and protocol definitions
 	$(TOOLS)/buf format --write api/proto
 
 .PHONY: generate
-generate: go-version ## Make api/**/*.pb.go from api/proto
+generate: go-version ## Make what is generated: api/**/*.pb.go, disk templates, docs/functions.md, errors.md
 	@sh build/generate.sh
 
 .PHONY: check

@@ -44,8 +44,8 @@ shim/libkrun   -> agentlink bootspec krun layout shim
 vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout shim vm vmassets
 
 # The core and its surface. cli is where progress, results and findings of each
-# become text.
-sandbox -> catalog cleanup fault guest imagestore vm
+# become text. sandbox takes the most that an environment may have from bootspec.
+sandbox -> bootspec catalog cleanup fault guest imagestore vm
 cli     -> catalog fault guest imagestore layout sandbox vm vmassets
 
 # The guest's side.
@@ -61,6 +61,7 @@ cmd/krun-shim   -> agentlink bootspec cleanup krun layout shim shim/libkrun shim
 cmd/guest-agent -> agent agent/boot agent/procs agentlink
 
 # Programs of the build.
+build/docs   -> contract fault
 build/images -> cleanup flock layout
 build/upper  ->
 

@@ -30,7 +30,7 @@ type CreateRequest struct {
 	CPUs            *uint32  `json:"cpus" doc:"Virtual CPUs, at least 1; by default the adapter's default_cpus."`
 	MemoryMB        *uint32  `json:"memory_mb" doc:"Memory in MiB, at least 64; by default the adapter's default_memory_mb."`
 	Name            *string  `json:"name" doc:"A label for people, shown by sandbox::list. It identifies nothing and need not be unique."`
-	Network         *bool    `json:"network" doc:"Whether the VM reaches the network; false by default."`
+	Network         *bool    `json:"network" doc:"Whether the VM reaches the network; false by default. This build has no network yet: true is S300."`
 	IdleTimeoutSecs *uint64  `json:"idle_timeout_secs" doc:"Stop the sandbox after so many seconds without activity; by default the adapter's default_idle_timeout_secs."`
 	Env             EnvShape `json:"env" doc:"Environment of every program in the sandbox: an object or an array of KEY=value."`
 }
