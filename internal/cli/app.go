@@ -200,7 +200,7 @@ func (a *App) images(roots layout.Roots) (*imagestore.Store, error) {
 // system is what the sandbox commands work with.
 type system struct {
 	roots   layout.Roots
-	manager *sandbox.Manager
+	manager *sandbox.Keeper
 }
 
 func (a *App) system() (*system, error) {
@@ -218,6 +218,6 @@ func (a *App) system() (*system, error) {
 		return nil, err
 	}
 	launcher := vm.New(vm.Config{Driver: driver, Roots: roots, Log: log, Version: a.Version})
-	manager := sandbox.New(sandbox.Config{Launcher: launcher, Images: images})
+	manager := sandbox.NewKeeper(launcher, images)
 	return &system{roots: roots, manager: manager}, nil
 }
