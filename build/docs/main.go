@@ -57,4 +57,4 @@ func write(dir string) error {
 // page is a Markdown file being written.
 type page struct{ bytes.Buffer }
 
-func (p *page) linef(format string, args ...any) { fmt.Fprintf(p, format+"\n", args...) }
+func (p *page) linef(format string, args ...any) { p.WriteString(fmt.Sprintf(format, args...) + "\n") }
