@@ -207,6 +207,10 @@ func (e *Error) MarshalJSON() ([]byte, error) {
 	return text, err
 }
 
+// maxEnvelope bounds a message on its way to the caller, in bytes: parts of it may
+// come from the guest. The ends of a VM's logs fit in.
+const maxEnvelope = 32 << 10
+
 // Envelope is the text that MarshalJSON makes, with '<', '>' and '&' as they
 // are: what a function's error message carries.
 func (e *Error) Envelope() string {
@@ -219,7 +223,7 @@ func (e *Error) Envelope() string {
 
 func (e *Error) encode(fix map[string]any) ([]byte, error) {
 	v := envelope{
-		Code: e.Code, DocsURL: e.DocsURL(), Fix: fix, Message: e.Message,
+		Code: e.Code, DocsURL: e.DocsURL(), Fix: fix, Message: clipTo(e.Message, maxEnvelope),
 		Retryable: e.Retryable(), Type: e.Type(),
 	}
 	if e.FixNote != "" {

@@ -266,6 +266,21 @@ func TestMessages_AreBoundedAndPrintable(t *testing.T) {
 			t.Errorf("%s: message of %d bytes", e.Code, len(e.Message))
 		}
 	}
+	keys := make([]string, 100_000)
+	for i := range keys {
+		keys[i] = fmt.Sprint("a-", i)
+	}
+	for _, e := range []*fault.Error{
+		fault.AmbiguousCommand(long, []string{long}), fault.BadEnvKeys(keys), fault.BadEnvKeys([]string{long}),
+		fault.UnknownImage(long, keys), fault.GuestFailed(errors.New(long)), fault.StartFailed(errors.New(long)),
+	} {
+		if text := e.Envelope(); len(text) > 40<<10 {
+			t.Errorf("%s: envelope of %d bytes", e.Code, len(text))
+		}
+	}
+	if m := fault.BadEnvKeys(keys).Message; !strings.Contains(m, "more; a key") {
+		t.Errorf("the message does not tell that keys are left out: …%s", m[len(m)-80:])
+	}
 	if m := fault.NotFound("/a\xff\nb", nil).Message; strings.Contains(m, "\n") || strings.Contains(m, "\xff") {
 		t.Errorf("%q", m)
 	}

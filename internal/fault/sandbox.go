@@ -29,7 +29,7 @@ func BadSandboxID(id string) *Error {
 // AmbiguousCommand is S001: cmd holds several words and args is given as well.
 func AmbiguousCommand(cmd string, args []string) *Error {
 	return invalid("cmd %q with args %q is ambiguous: put the whole line into cmd, or the program alone into cmd, or everything into argv",
-		clip(cmd), args)
+		clip(cmd), clip(strings.Join(args, " ")))
 }
 
 // UnbalancedQuotes is S001: cmd is a line with an open quote or a trailing
@@ -39,9 +39,17 @@ func UnbalancedQuotes(cmd string) *Error {
 }
 
 // BadEnvKeys is S001: keys of an env object that cannot be variable names. It
-// names all of them.
+// names all of them, as far as a message has room.
 func BadEnvKeys(keys []string) *Error {
-	return invalid("env has keys that are no variable names: %q; a key matches [A-Za-z_][A-Za-z0-9_]*", keys)
+	var list strings.Builder
+	for i, key := range keys {
+		if list.Len() > maxMessage {
+			fmt.Fprintf(&list, " and %d more", len(keys)-i)
+			break
+		}
+		fmt.Fprintf(&list, " %q", clip(key))
+	}
+	return invalid("env has keys that are no variable names:%s; a key matches [A-Za-z_][A-Za-z0-9_]*", &list)
 }
 
 // BadStdin is S001: stdin is not base64.
@@ -176,7 +184,7 @@ func ShuttingDown() *Error {
 func SandboxLimit(limit int) *Error {
 	return &Error{
 		Code:    S400,
-		Message: fmt.Sprintf("%d sandboxes are there, the limit (max_concurrent_sandboxes): stop one first, with wait:true to be sure that it is gone", limit),
+		Message: fmt.Sprintf("the limit of %d sandboxes (max_concurrent_sandboxes) is reached: stop one first, with wait:true to be sure that it is gone", limit),
 		FixNote: notePlatform,
 	}
 }
@@ -203,4 +211,14 @@ func DuringRun(step, id string, err error) *Error {
 		Path:    inner.Path,
 		cause:   err,
 	}
+}
+
+// NotReady is S300: the adapter cannot serve yet, or not at all. cause says why.
+func NotReady(cause error) *Error {
+	return &Error{Code: S300, Message: fmt.Sprintf("the adapter is not ready: %v", cause), FixNote: noteRetry, cause: cause}
+}
+
+// TooManyCalls is S400: the adapter is answering as many calls as it can hold.
+func TooManyCalls() *Error {
+	return &Error{Code: S400, Message: "the adapter is answering too many calls at once", FixNote: noteRetry}
 }

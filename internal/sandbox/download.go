@@ -40,6 +40,7 @@ type File struct {
 	// Read gives it all the same.
 	Body *string
 
+	ctx   context.Context //nolint:containedctx // the transfer's lifetime
 	path  string
 	head  []byte
 	rest  *guest.File
@@ -63,7 +64,7 @@ func (m *Manager) OpenFile(ctx context.Context, id, path string) (_ *File, err e
 		cancel(cause)
 		done()
 	})
-	f := &File{path: path, guard: guard, close: func() {
+	f := &File{ctx: life, path: path, guard: guard, close: func() {
 		guard.stop()
 		cancel(nil)
 		done()
@@ -71,7 +72,7 @@ func (m *Manager) OpenFile(ctx context.Context, id, path string) (_ *File, err e
 	defer func() {
 		if err != nil {
 			f.close()
-			err = fileFault(path, err)
+			err = fileFault(life, path, err)
 		}
 	}()
 	detach := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
@@ -125,10 +126,10 @@ func (f *File) Read(p []byte) (int, error) {
 	}
 	n, err := f.rest.Read(p)
 	if err != nil {
-		f.close()
 		if !errors.Is(err, io.EOF) {
-			err = fileFault(f.path, err)
+			err = fileFault(f.ctx, f.path, err)
 		}
+		f.close()
 	}
 	return n, err
 }

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"errors"
 	"slices"
 	"sync"
 	"time"
@@ -8,10 +9,15 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 )
 
 // canonicalID reads a sandbox's id in any form that a UUID has.
 func canonicalID(id string) (string, error) {
+	// Parse alone takes any two bytes for the braces of {uuid}.
+	if uuid.Validate(id) != nil {
+		return "", fault.BadSandboxID(id)
+	}
 	parsed, err := uuid.Parse(id)
 	if err != nil {
 		return "", fault.BadSandboxID(id)
@@ -52,12 +58,17 @@ func (m *Manager) watch(e *entry) {
 	m.mu.Unlock()
 	if wanted {
 		m.cfg.Log.Info("sandbox ended", "sandbox_id", e.id)
-	} else {
-		m.cfg.Log.Warn("a sandbox's vm ended by itself", "sandbox_id", e.id, "error", e.machine.End())
+		return
 	}
+	// What the guest printed last is the caller's, not the log's.
+	cause := e.machine.End()
+	if ended := (*vm.EndError)(nil); errors.As(cause, &ended) {
+		cause = ended.End
+	}
+	m.cfg.Log.Warn("a sandbox's vm ended by itself", "sandbox_id", e.id, "cause", cause)
 }
 
-// find returns a registered sandbox.
+// findLocked returns a registered sandbox. It is called with mu held.
 func (m *Manager) findLocked(id string) (*entry, error) {
 	if m.closed {
 		return nil, fault.ShuttingDown()

@@ -23,11 +23,10 @@ const (
 const (
 	// maxFound bounds paths and lines of grep and sed, in bytes.
 	maxFound = 2 << 20
-	// maxListed bounds a listing in entries, maxListing in bytes of JSON.
-	maxListed  = 200_000
+	// maxListing bounds a listing in bytes of JSON, of which an entry takes
+	// entryJSON beside its name.
 	maxListing = 15 << 20
-	// entryJSON is what an entry takes beside its name.
-	entryJSON = 128
+	entryJSON  = 128
 )
 
 // fileOp runs one file operation on the agent of a sandbox, within limit. path
@@ -50,14 +49,18 @@ func fileOp[T any](ctx context.Context, m *Manager, id, path string, limit time.
 	defer cancel()
 	out, err := do(ctx, e.machine.Guest())
 	if err != nil {
-		return none, fileFault(path, err)
+		return none, fileFault(ctx, path, err)
 	}
 	return out, nil
 }
 
-// fileFault is err as the fault that it is or holds; S216 for anything else.
-func fileFault(path string, err error) error {
+// fileFault is err as the fault that it is or holds, or that ended ctx; S216 for
+// anything else.
+func fileFault(ctx context.Context, path string, err error) error {
 	var known *fault.Error
+	if ctx.Err() != nil && errors.As(context.Cause(ctx), &known) {
+		return known
+	}
 	if errors.As(err, &known) {
 		return known
 	}
@@ -70,7 +73,7 @@ type nothing struct{}
 // ListDir implements Functions. A directory that one reply cannot hold is S216.
 func (m *Manager) ListDir(ctx context.Context, id, path string) ([]FileInfo, error) {
 	return fileOp(ctx, m, id, path, pathTimeout, func(ctx context.Context, g *guest.Client) ([]FileInfo, error) {
-		entries, err := g.ListDir(ctx, path, maxListed)
+		entries, err := g.ListDir(ctx, path, maxListing/entryJSON)
 		if err != nil {
 			return nil, err
 		}

@@ -1,6 +1,9 @@
 package sandbox
 
-import "time"
+import (
+	"log/slog"
+	"time"
+)
 
 // The idle reaper's timing (contract: limits).
 const (
@@ -35,7 +38,11 @@ func (m *Manager) reap(now time.Time) {
 	}
 	for _, e := range m.entries {
 		if idle := now.Sub(e.lastActivity); e.ending == nil && e.due(idle, m.busyGrace()) {
-			m.cfg.Log.Info("end an idle sandbox", "sandbox_id", e.id, "idle", idle, "programs", e.execs)
+			level := slog.LevelInfo
+			if e.execs > 0 {
+				level = slog.LevelWarn
+			}
+			m.cfg.Log.Log(m.life, level, "end an idle sandbox", "sandbox_id", e.id, "idle", idle, "programs", e.execs)
 			m.claimLocked(e, m.inOrder)
 		}
 	}

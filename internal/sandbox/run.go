@@ -17,7 +17,7 @@ const (
 
 // Run implements Functions. What is wrong with the program itself is told before
 // anything is booted, as an error of the step exec.
-func (m *Manager) Run(ctx context.Context, req RunRequest) (_ RunReply, err error) {
+func (m *Manager) Run(ctx context.Context, req RunRequest) (RunReply, error) {
 	create := CreateRequest{Image: req.Image, Env: req.Env}
 	admission, err := m.admit(create)
 	if err != nil {
@@ -40,10 +40,10 @@ func (m *Manager) Run(ctx context.Context, req RunRequest) (_ RunReply, err erro
 	if err != nil {
 		return RunReply{}, fault.DuringRun(stepCreate, "", err)
 	}
-	reply, err := m.runIn(ctx, e, req, path, p)
 	if !req.KeepSandbox {
-		m.discard(e)
+		defer m.discard(e)
 	}
+	reply, err := m.runIn(ctx, e, req, path, p)
 	if err != nil {
 		return RunReply{}, err
 	}

@@ -61,6 +61,13 @@ func (m *Manager) claim(id string) (*ending, error) {
 // claimLocked marks a sandbox as stopped and begins to end its VM by halt, unless
 // somebody did. It is called with mu held.
 func (m *Manager) claimLocked(e *entry, halt func(machine) error) *ending {
+	select {
+	case <-e.gone:
+		over := &ending{done: make(chan struct{})}
+		close(over.done)
+		return over
+	default:
+	}
 	if e.ending == nil {
 		stop := &ending{done: make(chan struct{})}
 		e.ending = stop
