@@ -46,7 +46,10 @@ vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout s
 # The core and its surface. cli is where progress, results and findings of each
 # become text. sandbox takes the most that an environment may have from bootspec.
 sandbox -> bootspec catalog cleanup fault guest imagestore vm
-cli     -> catalog fault guest imagestore layout sandbox vm vmassets
+# In serve it puts adapter, engine client and core together.
+cli     -> adapter catalog config contract fault guest iii imagestore layout sandbox vm vmassets
+# catalog for the kinds of images, config for what it hands to the core.
+adapter -> catalog config contract fault iii sandbox
 
 # The guest's side.
 agent/procs ->
