@@ -36,6 +36,7 @@ func every() map[string]*fault.Error {
 		"ExecTimedOut":     fault.ExecTimedOut(1500 * time.Millisecond),
 		"BootFailed":       fault.BootFailed(cause),
 		"GuestFailed":      fault.GuestFailed(cause),
+		"StoppedMeanwhile": fault.StoppedMeanwhile("id"),
 		"StartFailed":      fault.StartFailed(cause),
 		"NoNetwork":        fault.NoNetwork(),
 		"ShuttingDown":     fault.ShuttingDown(),

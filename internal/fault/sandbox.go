@@ -161,6 +161,14 @@ func GuestFailed(cause error) *Error {
 	return &Error{Code: S300, Message: fmt.Sprintf("the sandbox's VM failed: %v", cause), FixNote: notePlatform, cause: cause}
 }
 
+// StoppedMeanwhile is S300: the sandbox was stopped while a program ran in it.
+func StoppedMeanwhile(id string) *Error {
+	return &Error{
+		Code: S300, Message: fmt.Sprintf("sandbox %s was stopped, or ended for being idle, while the program ran", clip(id)),
+		FixNote: noteGone,
+	}
+}
+
 // StartFailed is S300: the guest could not start a program that is there
 // and allowed. cause says why.
 func StartFailed(cause error) *Error {

@@ -40,11 +40,11 @@ type File struct {
 	// Read gives it all the same.
 	Body *string
 
-	ctx   context.Context //nolint:containedctx // the transfer's lifetime
 	path  string
 	head  []byte
 	rest  *guest.File
 	guard *stall
+	fault func(error) error
 	close func()
 }
 
@@ -64,15 +64,19 @@ func (m *Manager) OpenFile(ctx context.Context, id, path string) (_ *File, err e
 		cancel(cause)
 		done()
 	})
-	f := &File{ctx: life, path: path, guard: guard, close: func() {
-		guard.stop()
-		cancel(nil)
-		done()
-	}}
+	f := &File{
+		path: path, guard: guard,
+		fault: func(err error) error { return m.fileFault(life, e, path, err) },
+		close: func() {
+			guard.stop()
+			cancel(nil)
+			done()
+		},
+	}
 	defer func() {
 		if err != nil {
 			f.close()
-			err = fileFault(life, path, err)
+			err = f.fault(err)
 		}
 	}()
 	detach := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
@@ -127,7 +131,7 @@ func (f *File) Read(p []byte) (int, error) {
 	n, err := f.rest.Read(p)
 	if err != nil {
 		if !errors.Is(err, io.EOF) {
-			err = fileFault(f.ctx, f.path, err)
+			err = f.fault(err)
 		}
 		f.close()
 	}

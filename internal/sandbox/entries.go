@@ -119,6 +119,17 @@ func (m *Manager) use(id string, what useFor) (_ *entry, done func(), err error)
 	}), nil
 }
 
+// stoppedUnder reports whether err is the end of a VM that was meant to end: what
+// its logs say is then of no use to anybody.
+func (m *Manager) stoppedUnder(e *entry, err error) bool {
+	if ended := (*vm.EndError)(nil); !errors.As(err, &ended) {
+		return false
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return e.ending != nil
+}
+
 // List implements Functions.
 func (m *Manager) List() []Summary {
 	m.mu.Lock()

@@ -89,6 +89,9 @@ func (m *Manager) exec(ctx context.Context, id string, p *program) (ExecReply, e
 	result, err := execute(ctx, e.machine.Guest(),
 		guest.Command{Argv: p.argv, Env: p.env, Workdir: p.workdir, Timeout: p.timeout},
 		guest.IO{Stdin: bytes.NewReader(stdin), Stdout: &stdout, Stderr: &stderr})
+	if m.stoppedUnder(e, err) {
+		return ExecReply{}, fault.StoppedMeanwhile(id)
+	}
 	if err != nil {
 		return ExecReply{}, err
 	}

@@ -49,14 +49,17 @@ func fileOp[T any](ctx context.Context, m *Manager, id, path string, limit time.
 	defer cancel()
 	out, err := do(ctx, e.machine.Guest())
 	if err != nil {
-		return none, fileFault(ctx, path, err)
+		return none, m.fileFault(ctx, e, path, err)
 	}
 	return out, nil
 }
 
 // fileFault is err as the fault that it is or holds, or that ended ctx; S216 for
 // anything else.
-func fileFault(ctx context.Context, path string, err error) error {
+func (m *Manager) fileFault(ctx context.Context, e *entry, path string, err error) error {
+	if m.stoppedUnder(e, err) {
+		return fault.FileRefused(path, "the sandbox was stopped meanwhile", err)
+	}
 	var known *fault.Error
 	if ctx.Err() != nil && errors.As(context.Cause(ctx), &known) {
 		return known

@@ -59,7 +59,7 @@ func (m *Manager) WriteFile(ctx context.Context, req WriteRequest) (Written, err
 	paced.ctx = ctx
 	written, err := e.machine.Guest().WriteFile(ctx, req.Path, guest.WriteOptions{Mode: mode, Parents: req.Parents}, paced)
 	if err != nil {
-		return Written{}, fileFault(ctx, req.Path, err)
+		return Written{}, m.fileFault(ctx, e, req.Path, err)
 	}
 	return Written{BytesWritten: written, Path: req.Path}, nil
 }
