@@ -59,7 +59,7 @@ func (m *Manager) OpenFile(ctx context.Context, id, path string) (_ *File, err e
 		return nil, err
 	}
 	// The transfer outlives this call.
-	life, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	life, cancel := e.within(context.WithoutCancel(ctx))
 	guard := newStall(func(cause error) {
 		cancel(cause)
 		done()

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
@@ -54,6 +55,7 @@ func (m *Manager) watch(e *entry) {
 	if !wanted {
 		m.lost.add(e.id, e.machine.End())
 	}
+	e.cut(e.machine.End())
 	close(e.gone)
 	m.mu.Unlock()
 	if wanted {
@@ -117,6 +119,19 @@ func (m *Manager) use(id string, what useFor) (_ *entry, done func(), err error)
 		*count--
 		e.lastActivity = time.Now()
 	}), nil
+}
+
+// errStopped is the cause of what ends because its sandbox is stopped.
+var errStopped = errors.New("the sandbox was stopped meanwhile")
+
+// within returns ctx, bounded by the sandbox's life. The caller calls cancel.
+func (e *entry) within(ctx context.Context) (context.Context, context.CancelCauseFunc) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	detach := context.AfterFunc(e.life, func() { cancel(context.Cause(e.life)) })
+	return ctx, func(cause error) {
+		detach()
+		cancel(cause)
+	}
 }
 
 // stoppedUnder reports whether err is the end of a VM that was meant to end: what

@@ -9,6 +9,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/guest"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 )
 
 // How long a file operation may take: one on a single path, and one that may
@@ -44,6 +45,8 @@ func fileOp[T any](ctx context.Context, m *Manager, id, path string, limit time.
 		return none, err
 	}
 	defer done()
+	ctx, cut := e.within(ctx)
+	defer cut(nil)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit,
 		fault.FileRefused(path, fmt.Sprintf("the operation did not end within %v", limit), context.DeadlineExceeded))
 	defer cancel()
@@ -54,14 +57,17 @@ func fileOp[T any](ctx context.Context, m *Manager, id, path string, limit time.
 	return out, nil
 }
 
-// fileFault is err as the fault that it is or holds, or that ended ctx; S216 for
-// anything else.
+// fileFault is err as the fault that it is or holds; S216 for anything else. What
+// ended ctx, other than its caller, is told in place of err.
 func (m *Manager) fileFault(ctx context.Context, e *entry, path string, err error) error {
-	if m.stoppedUnder(e, err) {
-		return fault.FileRefused(path, "the sandbox was stopped meanwhile", err)
-	}
 	var known *fault.Error
-	if ctx.Err() != nil && errors.As(context.Cause(ctx), &known) {
+	var ended *vm.EndError
+	switch cause := context.Cause(ctx); {
+	case errors.Is(cause, errStopped), m.stoppedUnder(e, err):
+		return fault.FileRefused(path, errStopped.Error(), err)
+	case errors.As(cause, &ended):
+		return fault.FileRefused(path, ended.Error(), ended)
+	case errors.As(cause, &known):
 		return known
 	}
 	if errors.As(err, &known) {

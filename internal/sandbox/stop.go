@@ -71,6 +71,7 @@ func (m *Manager) claimLocked(e *entry, halt func(machine) error) *ending {
 	if e.ending == nil {
 		stop := &ending{done: make(chan struct{})}
 		e.ending = stop
+		e.cut(errStopped)
 		m.tasks.Go(func() { m.finish(e, stop, halt) })
 	}
 	return e.ending

@@ -43,7 +43,7 @@ func (m *Manager) WriteFile(ctx context.Context, req WriteRequest) (Written, err
 	if err != nil {
 		return Written{}, err
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
+	ctx, cancel := e.within(ctx)
 	defer cancel(nil)
 	paced := &pacedBody{
 		open:   req.Stream,
