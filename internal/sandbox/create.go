@@ -169,7 +169,6 @@ func (m *Manager) bootAdmitted(ctx context.Context, a *admission, req CreateRequ
 	if err != nil {
 		return nil, err
 	}
-	e.life, e.cut = context.WithCancelCause(context.WithoutCancel(ctx))
 	if err := m.register(e); err != nil {
 		return nil, errors.Join(err, e.machine.Kill())
 	}

@@ -23,7 +23,7 @@ func TestCreate_ChecksInOrder(t *testing.T) {
 		Custom:  map[string]string{"app": "127.0.0.1:1/app:1", "unlisted": "127.0.0.1:1/unlisted:1", "tiny": "127.0.0.1:1/tiny:1"},
 		Allowed: []string{"python", "node", "app", "ghost", "tiny"},
 		Caps: map[string]catalog.Cap{
-			"python": {CPUs: ptr[uint32](2)}, "app": {MemoryMiB: ptr[uint32](128)}, "tiny": {CPUs: ptr[uint32](0), MemoryMiB: ptr[uint32](0)},
+			"python": {CPUs: new(uint32(2))}, "app": {MemoryMiB: new(uint32(128))}, "tiny": {CPUs: new(uint32(0)), MemoryMiB: new(uint32(0))},
 		},
 	}
 	full := func(c *sandbox.Config) { c.MaxSandboxes = 0 }
@@ -34,11 +34,11 @@ func TestCreate_ChecksInOrder(t *testing.T) {
 		code   fault.Code
 		words  []string
 	}{
-		{"no cpus", full, sandbox.CreateRequest{Image: "ghost", CPUs: ptr[uint32](0)}, fault.S001, []string{"cpus"}},
-		{"too many cpus", nil, sandbox.CreateRequest{Image: "python", CPUs: ptr[uint32](256)}, fault.S001, []string{"cpus"}},
-		{"63 MiB", full, sandbox.CreateRequest{Image: "ghost", MemoryMiB: ptr[uint32](63)}, fault.S001, []string{"memory_mb"}},
-		{"4 PiB", nil, sandbox.CreateRequest{Image: "python", MemoryMiB: ptr(^uint32(0))}, fault.S001, []string{"memory_mb"}},
-		{"long name", nil, sandbox.CreateRequest{Image: "python", Name: ptr(strings.Repeat("x", 5000))}, fault.S001, []string{"name"}},
+		{"no cpus", full, sandbox.CreateRequest{Image: "ghost", CPUs: new(uint32(0))}, fault.S001, []string{"cpus"}},
+		{"too many cpus", nil, sandbox.CreateRequest{Image: "python", CPUs: new(uint32(256))}, fault.S001, []string{"cpus"}},
+		{"63 MiB", full, sandbox.CreateRequest{Image: "ghost", MemoryMiB: new(uint32(63))}, fault.S001, []string{"memory_mb"}},
+		{"4 PiB", nil, sandbox.CreateRequest{Image: "python", MemoryMiB: new(^uint32(0))}, fault.S001, []string{"memory_mb"}},
+		{"long name", nil, sandbox.CreateRequest{Image: "python", Name: new(strings.Repeat("x", 5000))}, fault.S001, []string{"name"}},
 		{"bad keys", full, sandbox.CreateRequest{Image: "ghost", Env: sandbox.Env{Map: map[string]string{"a-b": "", "": "", "1x": "", "ok_1": ""}}}, fault.S001, []string{`"a-b"`, `"1x"`, `""`, "[A-Za-z_][A-Za-z0-9_]*"}},
 		{"NUL in env", nil, sandbox.CreateRequest{Image: "python", Env: sandbox.Env{List: []string{"A=\x00"}}}, fault.S001, []string{"NUL"}},
 		{"huge env", nil, sandbox.CreateRequest{Image: "python", Env: sandbox.Env{List: []string{"A=" + strings.Repeat("x", bootspec.MaxEnv)}}}, fault.S001, []string{"env"}},
@@ -47,14 +47,14 @@ func TestCreate_ChecksInOrder(t *testing.T) {
 		{"allowed but unknown", nil, sandbox.CreateRequest{Image: "ghost"}, fault.S100, nil},
 		{"known but not allowed", nil, sandbox.CreateRequest{Image: "unlisted"}, fault.S100, nil},
 		{"other case", nil, sandbox.CreateRequest{Image: "Python"}, fault.S100, nil},
-		{"image before caps", nil, sandbox.CreateRequest{Image: "unlisted", CPUs: ptr[uint32](64)}, fault.S100, nil},
-		{"cpu cap before network", nil, sandbox.CreateRequest{Image: "python", CPUs: ptr[uint32](3), Network: true}, fault.S400, []string{"cpus is 3", "2 at most"}},
+		{"image before caps", nil, sandbox.CreateRequest{Image: "unlisted", CPUs: new(uint32(64))}, fault.S100, nil},
+		{"cpu cap before network", nil, sandbox.CreateRequest{Image: "python", CPUs: new(uint32(3)), Network: true}, fault.S400, []string{"cpus is 3", "2 at most"}},
 		{"memory cap and the default", nil, sandbox.CreateRequest{Image: "app"}, fault.S400, []string{"memory_mb is 512", "128 at most"}},
 		{"cpus before memory", nil, sandbox.CreateRequest{Image: "tiny"}, fault.S400, []string{"cpus"}},
 		{"network", nil, sandbox.CreateRequest{Image: "python", Network: true}, fault.S300, []string{"this build has no network"}},
 		{"not pulled", func(c *sandbox.Config) { c.AutoInstall = false }, sandbox.CreateRequest{Image: "node"}, fault.S101, []string{"node", "auto_install"}},
 		{"caps before pull", func(c *sandbox.Config) { c.AutoInstall = false }, sandbox.CreateRequest{Image: "app"}, fault.S400, nil},
-		{"pull fails", nil, sandbox.CreateRequest{Image: "app", MemoryMiB: ptr[uint32](64)}, fault.S102, []string{"app", "127.0.0.1:1"}},
+		{"pull fails", nil, sandbox.CreateRequest{Image: "app", MemoryMiB: new(uint32(64))}, fault.S102, []string{"app", "127.0.0.1:1"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
@@ -88,7 +88,7 @@ func TestCreate_RefusalsFreeTheirSlot(t *testing.T) {
 		c.MaxSandboxes, c.AutoInstall = 1, false
 	})
 	for _, req := range []sandbox.CreateRequest{
-		{Image: "ghost"}, {Image: "python", CPUs: ptr[uint32](0)}, {Image: "python", Network: true}, {Image: "node"},
+		{Image: "ghost"}, {Image: "python", CPUs: new(uint32(0))}, {Image: "python", Network: true}, {Image: "node"},
 	} {
 		if _, err := h.Create(t.Context(), req); err == nil || errors.Is(err, fault.S400) {
 			t.Errorf("%+v: %v", req, err)

@@ -40,9 +40,11 @@ type File struct {
 	// Read gives it all the same.
 	Body *string
 
+	life  context.Context //nolint:containedctx // the transfer's lifetime
 	path  string
 	head  []byte
 	rest  *guest.File
+	err   error // what every further Read returns
 	guard *stall
 	fault func(error) error
 	close func()
@@ -54,23 +56,23 @@ func (m *Manager) OpenFile(ctx context.Context, id, path string) (_ *File, err e
 	if err != nil {
 		return nil, err
 	}
-	e, done, err := m.use(id, forOp)
+	v, err := m.use(id, forOp)
 	if err != nil {
 		return nil, err
 	}
 	// The transfer outlives this call.
-	life, cancel := e.within(context.WithoutCancel(ctx))
+	life, cancel := v.within(context.WithoutCancel(ctx))
 	guard := newStall(func(cause error) {
 		cancel(cause)
-		done()
+		v.done()
 	})
 	f := &File{
-		path: path, guard: guard,
-		fault: func(err error) error { return m.fileFault(life, e, path, err) },
+		life: life, path: path, guard: guard,
+		fault: func(err error) error { return m.fileFault(life, v.entry, path, err) },
 		close: func() {
 			guard.stop()
 			cancel(nil)
-			done()
+			v.done()
 		},
 	}
 	defer func() {
@@ -81,7 +83,7 @@ func (m *Manager) OpenFile(ctx context.Context, id, path string) (_ *File, err e
 	}()
 	detach := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
 	guard.within(pathTimeout, fault.FileRefused(path, fmt.Sprintf("read: nothing came within %v", pathTimeout), nil))
-	if err := f.begin(life, e.machine.Guest()); err != nil {
+	if err := f.begin(life, v.machine.Guest()); err != nil {
 		return nil, err
 	}
 	if !detach() {
@@ -122,6 +124,12 @@ func (f *File) progress() {
 // Read gives the content. io.EOF means that all of it came; any other error is a
 // *fault.Error.
 func (f *File) Read(p []byte) (int, error) {
+	if f.err == nil && f.life.Err() != nil {
+		f.err = f.fault(context.Cause(f.life)) // not what came in before that
+	}
+	if f.err != nil {
+		return 0, f.err
+	}
 	f.progress()
 	if len(f.head) > 0 {
 		n := copy(p, f.head)
@@ -130,12 +138,13 @@ func (f *File) Read(p []byte) (int, error) {
 	}
 	n, err := f.rest.Read(p)
 	if err != nil {
+		f.err = err
 		if !errors.Is(err, io.EOF) {
-			err = f.fault(err)
+			f.err = f.fault(err)
 		}
 		f.close()
 	}
-	return n, err
+	return n, f.err
 }
 
 // WriteTo writes the rest of the content in pieces of at most 64 KiB, as fast as

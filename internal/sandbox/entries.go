@@ -35,6 +35,7 @@ func (m *Manager) register(e *entry) error {
 		return fault.ShuttingDown()
 	}
 	e.gone = make(chan struct{})
+	e.born()
 	e.created = time.Now()
 	e.lastActivity = e.created
 	m.made++
@@ -42,6 +43,11 @@ func (m *Manager) register(e *entry) error {
 	m.entries[e.id] = e
 	m.tasks.Go(func() { m.watch(e) })
 	return nil
+}
+
+// born begins a life.
+func (e *entry) born() {
+	e.life, e.cut = context.WithCancelCause(context.Background())
 }
 
 // watch waits for the VM's end and forgets the sandbox. It is the only place
@@ -92,42 +98,51 @@ const (
 	forExec useFor = true
 )
 
+// visit is an admitted call to a sandbox.
+type visit struct {
+	*entry
+	// life is the sandbox's at the admission.
+	life context.Context //nolint:containedctx // see entry.life
+	// done ends the visit. It may be called more than once.
+	done func()
+}
+
 // use admits a call to a sandbox: S002, S004, and for a program S003. The
 // sandbox counts as busy until the caller calls done.
-func (m *Manager) use(id string, what useFor) (_ *entry, done func(), err error) {
+func (m *Manager) use(id string, what useFor) (*visit, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	e, err := m.findLocked(id)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	if e.ending != nil {
-		return nil, nil, fault.SandboxStopped(id)
+		return nil, fault.SandboxStopped(id)
 	}
 	count := &e.ops
 	if what == forExec {
 		if e.execs >= m.cfg.MaxExecs {
-			return nil, nil, fault.ExecSlotsFull(id, int(m.cfg.MaxExecs))
+			return nil, fault.ExecSlotsFull(id, int(m.cfg.MaxExecs))
 		}
 		count = &e.execs
 	}
 	*count++
 	e.lastActivity = time.Now()
-	return e, sync.OnceFunc(func() {
+	return &visit{entry: e, life: e.life, done: sync.OnceFunc(func() {
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		*count--
 		e.lastActivity = time.Now()
-	}), nil
+	})}, nil
 }
 
 // errStopped is the cause of what ends because its sandbox is stopped.
 var errStopped = errors.New("the sandbox was stopped meanwhile")
 
 // within returns ctx, bounded by the sandbox's life. The caller calls cancel.
-func (e *entry) within(ctx context.Context) (context.Context, context.CancelCauseFunc) {
+func (v *visit) within(ctx context.Context) (context.Context, context.CancelCauseFunc) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	detach := context.AfterFunc(e.life, func() { cancel(context.Cause(e.life)) })
+	detach := context.AfterFunc(v.life, func() { cancel(context.Cause(v.life)) })
 	return ctx, func(cause error) {
 		detach()
 		cancel(cause)

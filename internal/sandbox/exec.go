@@ -69,11 +69,11 @@ func (m *Manager) Exec(ctx context.Context, req ExecRequest) (ExecReply, error) 
 }
 
 func (m *Manager) exec(ctx context.Context, id string, p *program) (ExecReply, error) {
-	e, done, err := m.use(id, forExec)
+	v, err := m.use(id, forExec)
 	if err != nil {
 		return ExecReply{}, err
 	}
-	defer done()
+	defer v.done()
 	stdin, err := decodeBase64(p.stdinB64)
 	if err != nil {
 		return ExecReply{}, fault.BadStdin(err)
@@ -86,10 +86,10 @@ func (m *Manager) exec(ctx context.Context, id string, p *program) (ExecReply, e
 	}
 	var stdout, stderr Capture
 	began := time.Now()
-	result, err := execute(ctx, e.machine.Guest(),
+	result, err := execute(ctx, v.machine.Guest(),
 		guest.Command{Argv: p.argv, Env: p.env, Workdir: p.workdir, Timeout: p.timeout},
 		guest.IO{Stdin: bytes.NewReader(stdin), Stdout: &stdout, Stderr: &stderr})
-	if m.stoppedUnder(e, err) {
+	if m.stoppedUnder(v.entry, err) {
 		return ExecReply{}, fault.StoppedMeanwhile(id)
 	}
 	if err != nil {

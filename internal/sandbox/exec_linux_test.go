@@ -52,10 +52,10 @@ func testExecEnds(t *testing.T, h *host, id string) {
 		{sandbox.ExecRequest{SandboxID: id, Cmd: plain + "/x"}, 127, "exec: " + plain + "/x: not found\n"},
 		{sandbox.ExecRequest{SandboxID: id, Cmd: "/etc/passwd"}, 126, "exec: /etc/passwd: permission denied\n"},
 		{sandbox.ExecRequest{SandboxID: id, Cmd: "/etc"}, 126, "exec: /etc: permission denied\n"},
-		{sandbox.ExecRequest{SandboxID: id, Cmd: "true", Workdir: ptr("/no/such/dir")}, 127, "exec: true: not found\n"},
-		{sandbox.ExecRequest{SandboxID: id, Cmd: "true", Workdir: ptr("/etc/passwd")}, 127, "exec: true: not found\n"},
+		{sandbox.ExecRequest{SandboxID: id, Cmd: "true", Workdir: new("/no/such/dir")}, 127, "exec: true: not found\n"},
+		{sandbox.ExecRequest{SandboxID: id, Cmd: "true", Workdir: new("/etc/passwd")}, 127, "exec: true: not found\n"},
 		{sandbox.ExecRequest{SandboxID: id, Cmd: "true", Env: sandbox.Env{List: []string{"PATH=/nowhere"}}}, 127, "exec: true: not found\n"},
-		{sandbox.ExecRequest{SandboxID: id, Cmd: "sh -c 'exit 7'", Workdir: ptr("/")}, 7, ""},
+		{sandbox.ExecRequest{SandboxID: id, Cmd: "sh -c 'exit 7'", Workdir: new("/")}, 7, ""},
 	} {
 		got, err := h.Exec(t.Context(), tt.req)
 		want := sandbox.ExecReply{ExitCode: tt.code, Stderr: tt.stderr, Success: tt.code == 0, DurationMs: got.DurationMs}
@@ -71,7 +71,7 @@ func testExecEnds(t *testing.T, h *host, id string) {
 		{SandboxID: id, Cmd: "a\x00b"},
 		{SandboxID: id, Argv: []string{"echo", "\x00"}},
 		{SandboxID: id, Cmd: "true", Env: sandbox.Env{List: []string{"A=\x00"}}},
-		{SandboxID: id, Cmd: "true", Workdir: ptr("\x00")},
+		{SandboxID: id, Cmd: "true", Workdir: new("\x00")},
 		{SandboxID: id, Argv: []string{"echo", strings.Repeat("x", 200<<10)}}, // E2BIG
 	} {
 		_, err := h.Exec(t.Context(), req)
@@ -211,7 +211,7 @@ func TestExec_TimesOut(t *testing.T) {
 		ms   *uint64
 		word string
 	}{
-		{nil, " 300 ms"}, {ptr(^uint64(0)), " 300 ms"}, {ptr[uint64](100), " 100 ms"}, {ptr[uint64](0), " 0 ms"},
+		{nil, " 300 ms"}, {new(^uint64(0)), " 300 ms"}, {new(uint64(100)), " 100 ms"}, {new(uint64(0)), " 0 ms"},
 	} {
 		file := filepath.Join(h.files, "pid")
 		req := shell(id, "sleep 1000 & echo $! >"+file+"; echo partial; wait")
@@ -266,7 +266,7 @@ func TestExec_SlotsAreBounded(t *testing.T) {
 	}
 	// The slot comes before stdin (12 #15), and needs no queue.
 	req := shell(id, "true")
-	req.StdinB64 = ptr("?")
+	req.StdinB64 = new("?")
 	_, err := h.Exec(t.Context(), req)
 	wantCode(t, err, fault.S003, "max_concurrent_exec_per_sandbox")
 	if note := fault.Of(err).FixNote; !strings.Contains(note, "nohup") || !strings.Contains(note, "foreground") {
@@ -320,7 +320,7 @@ func TestFaults_HaveAnOrder(t *testing.T) {
 		"exec: id before command":      {fault.S001, func() error { _, err := h.Exec(t.Context(), sandbox.ExecRequest{SandboxID: "x"}); return err }},
 		"exec: command before sandbox": {fault.S001, func() error { _, err := h.Exec(t.Context(), sandbox.ExecRequest{SandboxID: unknown}); return err }},
 		"exec: sandbox before stdin": {fault.S002, func() error {
-			_, err := h.Exec(t.Context(), sandbox.ExecRequest{SandboxID: unknown, Cmd: "x", StdinB64: ptr("?")})
+			_, err := h.Exec(t.Context(), sandbox.ExecRequest{SandboxID: unknown, Cmd: "x", StdinB64: new("?")})
 			return err
 		}},
 		"exec: env before sandbox": {fault.S001, func() error {
@@ -329,11 +329,11 @@ func TestFaults_HaveAnOrder(t *testing.T) {
 		}},
 		"write: body before id": {fault.S001, func() error { _, err := h.WriteFile(t.Context(), sandbox.WriteRequest{SandboxID: "x"}); return err }},
 		"write: base64 before sandbox": {fault.S001, func() error {
-			_, err := h.WriteFile(t.Context(), sandbox.WriteRequest{SandboxID: unknown, ContentB64: ptr("?")})
+			_, err := h.WriteFile(t.Context(), sandbox.WriteRequest{SandboxID: unknown, ContentB64: new("?")})
 			return err
 		}},
 		"write: sandbox before mode": {fault.S002, func() error {
-			_, err := h.WriteFile(t.Context(), sandbox.WriteRequest{SandboxID: unknown, Content: ptr(""), Mode: "?"})
+			_, err := h.WriteFile(t.Context(), sandbox.WriteRequest{SandboxID: unknown, Content: new(""), Mode: "?"})
 			return err
 		}},
 		"mkdir: sandbox before mode": {fault.S002, func() error {
@@ -343,7 +343,7 @@ func TestFaults_HaveAnOrder(t *testing.T) {
 		"sed: id before form":      {fault.S001, func() error { _, err := h.Sed(t.Context(), sandbox.SedRequest{SandboxID: "x"}); return err }},
 		"sed: form before sandbox": {fault.S210, func() error { _, err := h.Sed(t.Context(), sandbox.SedRequest{SandboxID: unknown}); return err }},
 		"sed: sandbox": {fault.S002, func() error {
-			_, err := h.Sed(t.Context(), sandbox.SedRequest{SandboxID: unknown, Path: ptr("")})
+			_, err := h.Sed(t.Context(), sandbox.SedRequest{SandboxID: unknown, Path: new("")})
 			return err
 		}},
 		"stop: id":                        {fault.S001, func() error { _, err := h.Stop(t.Context(), "x", false); return err }},

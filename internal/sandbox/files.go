@@ -40,19 +40,19 @@ func fileOp[T any](ctx context.Context, m *Manager, id, path string, limit time.
 	if err != nil {
 		return none, err
 	}
-	e, done, err := m.use(id, forOp)
+	v, err := m.use(id, forOp)
 	if err != nil {
 		return none, err
 	}
-	defer done()
-	ctx, cut := e.within(ctx)
+	defer v.done()
+	ctx, cut := v.within(ctx)
 	defer cut(nil)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit,
 		fault.FileRefused(path, fmt.Sprintf("the operation did not end within %v", limit), context.DeadlineExceeded))
 	defer cancel()
-	out, err := do(ctx, e.machine.Guest())
+	out, err := do(ctx, v.machine.Guest())
 	if err != nil {
-		return none, m.fileFault(ctx, e, path, err)
+		return none, m.fileFault(ctx, v.entry, path, err)
 	}
 	return out, nil
 }

@@ -142,7 +142,7 @@ func testPaths(t *testing.T, h *host, id, dir string) {
 		wantCode(t, err, fault.S210)
 		_, err = h.Chmod(ctx, sandbox.ChmodRequest{SandboxID: id, Path: deep, Mode: mode})
 		wantCode(t, err, fault.S210)
-		_, err = h.WriteFile(ctx, sandbox.WriteRequest{SandboxID: id, Path: deep, Mode: mode, Content: ptr("")})
+		_, err = h.WriteFile(ctx, sandbox.WriteRequest{SandboxID: id, Path: deep, Mode: mode, Content: new("")})
 		wantCode(t, err, fault.S210)
 	}
 	put(t, deep+"/file", "")
@@ -175,7 +175,7 @@ func testPaths(t *testing.T, h *host, id, dir string) {
 }
 
 func testSearch(t *testing.T, h *host, id, dir string) {
-	put(t, dir+"/a.txt", "one\ntwo foo\nfoo three\n")
+	put(t, dir+"/a.txt", "one\ntwo foo\n\tfoo three\n")
 	put(t, dir+"/b.md", "foo\n")
 	grep := sandbox.GrepRequest{SandboxID: id, Path: dir, Pattern: "FOO$", Recursive: true, IgnoreCase: true, MaxMatches: 10, MaxLineBytes: 4}
 	got, err := h.Grep(t.Context(), grep)
@@ -246,11 +246,11 @@ func testWrite(t *testing.T, h *host, id, dir string) {
 	path := dir + "/file"
 	for _, req := range []sandbox.WriteRequest{
 		{},
-		{Content: ptr(""), ContentB64: ptr("")},
-		{Content: ptr(""), Stream: func(context.Context) (io.ReadCloser, error) { t.Error("opened"); return nil, io.EOF }},
-		{ContentB64: ptr("aGk")},
-		{ContentB64: ptr("aGk=\n")},
-		{ContentB64: ptr("YR==")},
+		{Content: new(""), ContentB64: new("")},
+		{Content: new(""), Stream: func(context.Context) (io.ReadCloser, error) { t.Error("opened"); return nil, io.EOF }},
+		{ContentB64: new("aGk")},
+		{ContentB64: new("aGk=\n")},
+		{ContentB64: new("YR==")},
 	} {
 		req.SandboxID, req.Path, req.Mode = id, path, "0644"
 		_, err := h.WriteFile(t.Context(), req)
@@ -261,10 +261,10 @@ func testWrite(t *testing.T, h *host, id, dir string) {
 		mode os.FileMode
 		want string
 	}{
-		{sandbox.WriteRequest{Content: ptr("text\x00é"), Mode: "0755"}, 0o755, "text\x00é"},
-		{sandbox.WriteRequest{Content: ptr(""), Mode: "0644"}, 0o644, ""}, // 12 #28
-		{sandbox.WriteRequest{ContentB64: ptr("AP8="), Mode: "600"}, 0o600, "\x00\xff"},
-		{sandbox.WriteRequest{ContentB64: ptr(""), Mode: ""}, 0, ""},
+		{sandbox.WriteRequest{Content: new("text\x00é"), Mode: "0755"}, 0o755, "text\x00é"},
+		{sandbox.WriteRequest{Content: new(""), Mode: "0644"}, 0o644, ""}, // 12 #28
+		{sandbox.WriteRequest{ContentB64: new("AP8="), Mode: "600"}, 0o600, "\x00\xff"},
+		{sandbox.WriteRequest{ContentB64: new(""), Mode: ""}, 0, ""},
 	} {
 		tt.req.SandboxID, tt.req.Path = id, path
 		got, err := h.WriteFile(t.Context(), tt.req)
@@ -279,7 +279,7 @@ func testWrite(t *testing.T, h *host, id, dir string) {
 			t.Errorf("%q, %v", content, err)
 		}
 	}
-	deep := sandbox.WriteRequest{SandboxID: id, Path: dir + "/x/y/z", Mode: "0644", Content: ptr("z")}
+	deep := sandbox.WriteRequest{SandboxID: id, Path: dir + "/x/y/z", Mode: "0644", Content: new("z")}
 	_, err := h.WriteFile(t.Context(), deep)
 	wantCode(t, err, fault.S211, "parent not found")
 	if f := fault.Of(err); !f.ParentMissing() || !strings.Contains(f.FixNote, "merge") {

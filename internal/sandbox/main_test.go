@@ -118,8 +118,6 @@ func wantCode(t testing.TB, err error, code fault.Code, words ...string) {
 	}
 }
 
-func ptr[T any](v T) *T { return &v }
-
 // create makes a sandbox that the test cannot do without.
 func create(t testing.TB, m *sandbox.Manager) string {
 	t.Helper()

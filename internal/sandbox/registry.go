@@ -101,14 +101,14 @@ type entry struct {
 	created     time.Time
 	idleTimeout time.Duration
 	machine     machine
-	// life ends, with errStopped or the VM's end as its cause, when file operations
-	// are to give up: an agent that shuts down would wait for them. Programs get
-	// its grace instead.
-	life context.Context //nolint:containedctx // the lifetime of the sandbox itself
-	cut  context.CancelCauseFunc
 	// gone is closed once the entry is no longer registered.
 	gone chan struct{}
 
+	// life ends, with errStopped or the VM's end as its cause, when file operations
+	// are to give up: an agent that shuts down would wait for them. Programs get
+	// its grace instead.
+	life         context.Context //nolint:containedctx // the lifetime of the sandbox itself
+	cut          context.CancelCauseFunc
 	lastActivity time.Time
 	// execs are the programs that run, ops the other calls under way.
 	execs, ops uint32

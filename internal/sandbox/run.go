@@ -56,11 +56,11 @@ func (m *Manager) Run(ctx context.Context, req RunRequest) (RunReply, error) {
 
 // runIn writes and runs the program. The sandbox counts as busy all along.
 func (m *Manager) runIn(ctx context.Context, e *entry, req RunRequest, path string, p *program) (ExecReply, error) {
-	_, done, err := m.use(e.id, forOp)
+	v, err := m.use(e.id, forOp)
 	if err != nil {
 		return ExecReply{}, fault.DuringRun(stepCode, e.id, err)
 	}
-	defer done()
+	defer v.done()
 	for _, file := range req.Files {
 		if err := m.writeText(ctx, e.id, file.Path, file.Content); err != nil {
 			return ExecReply{}, fault.DuringRun(stepSibling, e.id, err)

@@ -30,7 +30,7 @@ func TestRun(t *testing.T) {
 	beside := filepath.Join(h.files, "deep", "beside")
 	env := h.program(t, "node", `cat - `+beside+` "$1"; printf %s "|$1|$#|$A|$FROM_IMAGE|$PWD"; exit 3`)
 	req := sandbox.RunRequest{
-		Image: "python", Lang: "js", Code: "code", Env: env, StdinB64: ptr("aW4s"),
+		Image: "python", Lang: "js", Code: "code", Env: env, StdinB64: new("aW4s"),
 		Files: []sandbox.RunFile{{Path: beside, Content: "first,"}, {Path: beside, Content: "second,"}},
 	}
 	for range 3 { // the slot is free each time
@@ -93,9 +93,9 @@ func TestRun_NamesTheStepThatFailed(t *testing.T) {
 		{"pull", "create", func(r *sandbox.RunRequest) { r.Image = "node" }, fault.S101, false},
 		{"no lang", "exec", func(r *sandbox.RunRequest) { r.Lang = "" }, fault.S001, false},
 		{"lang with a flag", "exec", func(r *sandbox.RunRequest) { r.Lang = "python3 -u" }, fault.S001, false},
-		{"stdin", "exec", func(r *sandbox.RunRequest) { r.StdinB64 = ptr("?") }, fault.S001, false},
+		{"stdin", "exec", func(r *sandbox.RunRequest) { r.StdinB64 = new("?") }, fault.S001, false},
 		{"sibling", "fs::write (sibling file)", func(r *sandbox.RunRequest) { r.Files = []sandbox.RunFile{{Path: file}} }, fault.S213, true},
-		{"time", "exec", func(r *sandbox.RunRequest) { r.TimeoutMs = ptr[uint64](0) }, fault.S200, true},
+		{"time", "exec", func(r *sandbox.RunRequest) { r.TimeoutMs = new(uint64(0)) }, fault.S200, true},
 	} {
 		for _, keep := range []bool{false, true} {
 			t.Run(fmt.Sprint(tt.name, " ", keep), func(t *testing.T) {

@@ -96,4 +96,5 @@ func (m *Manager) finish(e *entry, stop *ending, halt func(machine) error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	e.ending = nil
+	e.born()
 }

@@ -110,7 +110,7 @@ func TestList_IsByCreation(t *testing.T) {
 	for i := range 5 {
 		req := sandbox.CreateRequest{Image: "python"}
 		if i == 2 {
-			req.Name = ptr("same\nname")
+			req.Name = new("same\nname")
 		}
 		made, err := h.Create(t.Context(), req)
 		if err != nil || made.Image != "python" {

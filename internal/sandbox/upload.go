@@ -34,16 +34,16 @@ func (m *Manager) WriteFile(ctx context.Context, req WriteRequest) (Written, err
 	if err != nil {
 		return Written{}, err
 	}
-	e, done, err := m.use(id, forOp)
+	v, err := m.use(id, forOp)
 	if err != nil {
 		return Written{}, err
 	}
-	defer done()
+	defer v.done()
 	mode, err := guest.ParseMode(req.Mode)
 	if err != nil {
 		return Written{}, err
 	}
-	ctx, cancel := e.within(ctx)
+	ctx, cancel := v.within(ctx)
 	defer cancel(nil)
 	paced := &pacedBody{
 		open:   req.Stream,
@@ -57,9 +57,9 @@ func (m *Manager) WriteFile(ctx context.Context, req WriteRequest) (Written, err
 	defer paced.close()
 	paced.guard.within(uploadDisk, paced.stuck)
 	paced.ctx = ctx
-	written, err := e.machine.Guest().WriteFile(ctx, req.Path, guest.WriteOptions{Mode: mode, Parents: req.Parents}, paced)
+	written, err := v.machine.Guest().WriteFile(ctx, req.Path, guest.WriteOptions{Mode: mode, Parents: req.Parents}, paced)
 	if err != nil {
-		return Written{}, m.fileFault(ctx, e, req.Path, err)
+		return Written{}, m.fileFault(ctx, v.entry, req.Path, err)
 	}
 	return Written{BytesWritten: written, Path: req.Path}, nil
 }
