@@ -49,8 +49,8 @@ type session struct {
 	socket *websocket.Conn
 	wire   *wire
 
-	// out takes frames to send; whoever hands one over may go on. urgent holds a
-	// few that the reader sends, which must not wait.
+	// out takes frames to send, nil to close; whoever hands one over may go on.
+	// urgent holds a few that the reader sends, which must not wait.
 	out, urgent chan []byte
 	// writing is set while a frame is under way.
 	writing atomic.Bool
@@ -215,7 +215,11 @@ func (s *session) end(err error) {
 func (s *session) closeInOrder() {
 	late := time.AfterFunc(closeGrace, func() { _ = s.wire.Close() })
 	defer late.Stop()
-	_ = s.socket.Close(websocket.StatusNormalClosure, "")
+	select {
+	case s.out <- nil:
+		<-s.done
+	case <-s.done:
+	}
 }
 
 // write sends frames, one at a time.
@@ -226,6 +230,11 @@ func (s *session) write() {
 		case text = <-s.urgent:
 		case text = <-s.out:
 		case <-s.done:
+			return
+		}
+		if text == nil {
+			_ = s.socket.Close(websocket.StatusNormalClosure, "")
+			s.end(errEnding)
 			return
 		}
 		s.writing.Store(true)

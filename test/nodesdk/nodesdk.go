@@ -148,25 +148,29 @@ func StartWorker(t testing.TB, url, name string) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
+	var exit error
+	ended := make(chan struct{})
+	go func() {
+		exit = cmd.Wait()
+		close(ended)
+	}()
 	t.Cleanup(func() {
 		defer func() { t.Logf("node worker %s:\n%s", name, output) }()
 		select {
-		case err := <-ended:
-			t.Errorf("the node worker %s ended early: %v", name, err)
+		case <-ended:
+			t.Errorf("the node worker %s ended early: %v", name, exit)
 			return
 		default:
 		}
 		_ = stdin.Close()
 		select {
-		case err := <-ended:
-			if err != nil {
-				t.Errorf("node worker %s: %v", name, err)
+		case <-ended:
+			if exit != nil {
+				t.Errorf("node worker %s: %v", name, exit)
 			}
 		case <-time.After(10 * time.Second):
 			_ = cmd.Process.Signal(syscall.SIGKILL)
-			_ = <-ended
+			<-ended
 			t.Errorf("the node worker %s did not end", name)
 		}
 	})

@@ -119,6 +119,9 @@ func (e *Engine) feedReader(ctx context.Context, c *channel, socket *websocket.C
 	for {
 		select {
 		case p, more := <-c.queue:
+			if !more && e.closing() {
+				return
+			}
 			if !more {
 				_ = socket.Close(websocket.StatusNoStatusRcvd, "")
 				return

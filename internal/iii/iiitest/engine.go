@@ -170,6 +170,17 @@ func (e *Engine) Close() {
 	e.group.Wait()
 }
 
+// closing reports whether Close has begun: then nobody is told anything more, as
+// by a process that is gone.
+func (e *Engine) closing() bool {
+	select {
+	case <-e.done:
+		return true
+	default:
+		return false
+	}
+}
+
 // spawn runs f in a goroutine that Close waits for, unless the engine is closed.
 func (e *Engine) spawn(f func()) bool {
 	e.mu.Lock()

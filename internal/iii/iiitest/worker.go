@@ -185,6 +185,9 @@ func (e *Engine) leave(w *worker) {
 	}
 	e.change()
 	e.mu.Unlock()
+	if e.closing() {
+		return
+	}
 	for _, c := range stopped {
 		c.end(failed("invocation_stopped", "the worker that was answering is gone"))
 	}
