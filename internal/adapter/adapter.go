@@ -26,10 +26,15 @@ import (
 const (
 	// earlyCall is how long a call may wait for the configuration.
 	earlyCall = 15 * time.Second
-	// shutdownGrace is how long calls under way may take to end when the adapter
-	// stops. What follows, the client's and the core's own bounds, fits into the
-	// 10 s that Compose gives.
-	shutdownGrace = 5 * time.Second
+	// shutdownGrace is how long sandboxes, and the calls under way in them, may take
+	// to end in order when the adapter stops. What may follow, 3 s until killed
+	// sandboxes are gone and 3 s of the client's, still fits into the 10 s that
+	// Compose gives.
+	shutdownGrace = 3 * time.Second
+	// answerGrace is between the last answers and the end of the connection: the
+	// engine handles each message in a task of its own, and drops an answer that
+	// the end of its worker overtakes.
+	answerGrace = 50 * time.Millisecond
 )
 
 // Core is what serves the functions once the configuration is known; a
@@ -155,19 +160,17 @@ func (s *server) ready(ctx context.Context) (Core, error) {
 	}
 }
 
-// shutdown ends calls, sandboxes and the connection. The calls end because their
-// sandboxes do, and are answered before the connection is closed.
+// shutdown ends the sandboxes, with them the calls under way, which are answered,
+// and then the connection.
 func (s *server) shutdown(ctx context.Context, end context.CancelFunc) error {
 	closing, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownGrace)
 	defer cancel()
-	var group sync.WaitGroup
-	var coreErr, clientErr error
-	group.Go(func() { clientErr = s.client.Close(closing) })
+	var err error
 	if s.core != nil { // run has waited for the start
-		coreErr = s.core.Close(closing)
+		err = s.core.Close(closing)
 	}
 	end()
-	group.Wait()
 	s.transfers.Wait()
-	return errors.Join(coreErr, clientErr)
+	<-time.After(answerGrace)
+	return errors.Join(err, s.client.Close(closing))
 }

@@ -75,7 +75,9 @@ func newHost(t *testing.T, s setup) *host {
 	if s.config == "" {
 		s.config = allowPython
 	}
-	s.engine.Log = vmtest.Logger(t)
+	if s.engine.Log == nil {
+		s.engine.Log = vmtest.Logger(t)
+	}
 	if s.engine.Configuration == nil {
 		s.engine.Configuration = map[string]json.RawMessage{"sandbox-libkrun": json.RawMessage(s.config)}
 	}
@@ -287,6 +289,11 @@ func link(t testing.TB, target, path string) string {
 		t.Fatal(err)
 	}
 	return path
+}
+
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
 }
 
 func content(t testing.TB, path string) string {
