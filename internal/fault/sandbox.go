@@ -112,7 +112,7 @@ func SandboxStopped(id string) *Error {
 func UnknownImage(name string, allowed []string) *Error {
 	set := "no image is (image_allowlist is empty or names none that exists; name the ones to allow there, python for example)"
 	if len(allowed) > 0 {
-		set = "allowed are " + clip(strings.Join(allowed, ", "))
+		set = "allowed are " + clipTo(strings.Join(allowed, ", "), maxMessage)
 	}
 	return &Error{
 		Code:    S100,
@@ -172,7 +172,11 @@ func StoppedMeanwhile(id string) *Error {
 // StartFailed is S300: the guest could not start a program that is there
 // and allowed. cause says why.
 func StartFailed(cause error) *Error {
-	return &Error{Code: S300, Message: fmt.Sprintf("the program was not started: %v", cause), cause: cause}
+	return &Error{
+		Code: S300, Message: fmt.Sprintf("the program was not started: %v", cause),
+		FixNote: "the sandbox is well: change the command, its environment or its workdir as the message says",
+		cause:   cause,
+	}
 }
 
 // NoNetwork is S300: network:true, which this build cannot give.

@@ -15,12 +15,9 @@ import (
 
 // canonicalID reads a sandbox's id in any form that a UUID has.
 func canonicalID(id string) (string, error) {
-	// Parse alone takes any two bytes for the braces of {uuid}.
-	if uuid.Validate(id) != nil {
-		return "", fault.BadSandboxID(id)
-	}
 	parsed, err := uuid.Parse(id)
-	if err != nil {
+	// Parse alone takes any two bytes for the braces of {uuid}.
+	if err != nil || uuid.Validate(id) != nil {
 		return "", fault.BadSandboxID(id)
 	}
 	return parsed.String(), nil

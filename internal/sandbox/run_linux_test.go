@@ -157,3 +157,29 @@ func TestRun_EndsItsSandboxWhenTheCallerLeaves(t *testing.T) {
 		})
 	}
 }
+
+func TestRun_WhoseVMEnds(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, &vmtest.Fake{}, func(c *sandbox.Config) { c.MaxSandboxes = 1 })
+	for _, keep := range []bool{true, false} {
+		file := filepath.Join(h.files, fmt.Sprint("started ", keep))
+		env := h.program(t, "stay", `echo >"`+file+`"; exec sleep 1000`)
+		ended := make(chan error, 1)
+		go func() {
+			_, err := h.Run(context.Background(), sandbox.RunRequest{Image: "python", Lang: "stay", Env: env, KeepSandbox: keep})
+			ended <- err
+		}()
+		vmtest.Eventually(t, patience, "the program's start", func() bool {
+			_, err := os.Stat(file)
+			return err == nil
+		})
+		id := h.one(t).SandboxID
+		h.kill(t, id)
+		err := <-ended
+		if got := wantStep(t, err, "exec", fault.S300); got != id {
+			t.Errorf("sandbox_id %q", got)
+		}
+		wantCode(t, err, fault.S300, "killed")
+		vmtest.Eventually(t, patience, "the end of the sandbox", func() bool { return len(h.List()) == 0 })
+	}
+}
