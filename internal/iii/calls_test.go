@@ -120,7 +120,7 @@ func FuzzMessagesOfTheEngine(f *testing.F) {
 				t.Skip()
 			}
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), bound)
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 		defer cancel()
 		if err := engine.AwaitFunction(ctx, "f::echo"); err != nil {
 			t.Fatal(err)
@@ -174,14 +174,14 @@ func TestLargeCallsAndResults(t *testing.T) {
 		}},
 	}})
 	large := json.RawMessage(`"` + strings.Repeat("x", iii.MaxMessage-1000) + `"`)
-	if result, err := c.Invoke(ctx, iii.Request{Function: "f::echo", Data: large}); err != nil || len(result) != len(large) {
+	if result, err := c.Invoke(ctx, iii.Request{Function: "f::echo", Data: large, Timeout: bound}); err != nil || len(result) != len(large) {
 		t.Errorf("got %d bytes, %v", len(result), err)
 	}
 	if _, err := c.Invoke(ctx, iii.Request{Function: "f::echo", Data: json.RawMessage(`"` + strings.Repeat("x", iii.MaxMessage) + `"`)}); !errors.Is(err, iii.ErrTooLarge) {
 		t.Errorf("got %v", err)
 	}
 	for _, function := range []string{"f::huge", "f::hugeError"} {
-		_, err := c.Invoke(ctx, iii.Request{Function: function})
+		_, err := c.Invoke(ctx, iii.Request{Function: function, Timeout: bound})
 		if e := wantError(t, err, iii.CodeInvocationFailed); !strings.Contains(e.Message, "too large") {
 			t.Errorf("%s: %.200s", function, e.Message)
 		}

@@ -73,7 +73,7 @@ func (c *Client) CreateChannel(ctx context.Context, buffer int) (writer, reader 
 
 // dialChannel connects one end. The connection ends with life.
 func (c *Client) dialChannel(life context.Context, ref ChannelRef, direction string) (*websocket.Conn, *wire, error) {
-	if !validID(ref.ChannelID) {
+	if !validID(ref.ChannelID) || ref.AccessKey == "" {
 		return nil, nil, ErrNoChannel
 	}
 	u := *c.base

@@ -60,6 +60,7 @@ func TestNoSuchChannel(t *testing.T) {
 		"wrong key": {ChannelID: good.ChannelID, AccessKey: "wrong & wrong"},
 		"unknown":   {ChannelID: uuidText, AccessKey: good.AccessKey},
 		"no id":     {AccessKey: good.AccessKey},
+		"no key":    {ChannelID: good.ChannelID},
 		"path":      {ChannelID: "../" + good.ChannelID, AccessKey: good.AccessKey},
 		"query":     {ChannelID: good.ChannelID + "?dir=write", AccessKey: good.AccessKey},
 		"long":      {ChannelID: strings.Repeat("a", 1<<20), AccessKey: good.AccessKey},

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -61,7 +62,7 @@ func TestTellsItsNameBeforeItsFunctions(t *testing.T) {
 	ctx := within(t)
 	var seen frames
 	engine := startEngine(t, iiitest.Options{Observe: seen.observe})
-	environment := map[string]string{"III_URL": engine.URL() + "/", "III_WORKER_NAME": "box", "III_NAMESPACE": " team ", "III_ISOLATION": "libkrun"}
+	environment := map[string]string{"III_URL": engine.URL() + "/", "III_WORKER_NAME": "box ", "III_NAMESPACE": " team ", "III_ISOLATION": "libkrun"}
 	o := iii.FromEnv(func(key string) string { return environment[key] }, "sandbox-libkrun")
 	o.Version, o.Description = "0.2.0", "sandboxes"
 	o.Functions = []iii.Function{
@@ -75,13 +76,13 @@ func TestTellsItsNameBeforeItsFunctions(t *testing.T) {
 	if err := engine.Await(ctx, func() bool { return len(engine.Functions()) == 2 }); err != nil {
 		t.Fatal(err)
 	}
-	sent := seen.of(named(t, engine, "box"))
+	sent := seen.of(named(t, engine, "box "))
 	if len(sent) != 3 || sent[0]["function_id"] != "engine::workers::register" || sent[1]["id"] != "b::second" || sent[2]["id"] != "a::first" {
 		t.Fatalf("sent %v", sent)
 	}
 	told, _ := sent[0]["data"].(map[string]any)
 	for key, want := range map[string]any{
-		"pid": float64(os.Getpid()), "name": "box", "namespace": "team", "isolation": "libkrun", "runtime": "go", "version": "0.2.0", "description": "sandboxes",
+		"pid": float64(os.Getpid()), "name": "box ", "namespace": "team", "isolation": "libkrun", "runtime": "go", "version": "0.2.0", "description": "sandboxes",
 	} {
 		if told[key] != want {
 			t.Errorf("%s is %v, want %v", key, told[key], want)
@@ -368,6 +369,110 @@ func TestTakenFunctionIsTakenOverLater(t *testing.T) {
 		}
 		if err := ours.Err(); err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// An engine that reads nothing is given up like one that says nothing; until then
+// it does not keep the client from closing.
+func TestStuckEngine(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var net network
+		l := net.listen()
+		release := make(chan struct{})
+		server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			socket, err := websocket.Accept(w, r, nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			<-release
+			_ = socket.CloseNow()
+		})}
+		go func() { _ = server.Serve(l) }()
+		t.Cleanup(func() {
+			close(release)
+			_ = server.Close()
+		})
+		c := open(t, iii.Options{URL: "ws://engine:1", Dial: net.dial})
+		<-time.After(59 * time.Second)
+		if net.count() != 1 {
+			t.Errorf("%d connections in the first minute", net.count())
+		}
+		<-time.After(4 * time.Second)
+		if net.count() != 2 {
+			t.Errorf("%d connections after it", net.count())
+		}
+		_, err := c.Invoke(t.Context(), iii.Request{Function: "f::x", Timeout: time.Second})
+		if !errors.Is(err, iii.ErrTimeout) {
+			t.Errorf("got %v", err)
+		}
+		began := time.Now()
+		if err := c.Close(t.Context()); err != nil || time.Since(began) > 2*time.Second {
+			t.Errorf("closed after %v: %v", time.Since(began), err)
+		}
+	})
+}
+
+func TestEngineRestartsUnderLoad(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var net network
+		engine := startEngine(t, iiitest.Options{Listener: net.listen()})
+		worker := open(t, iii.Options{URL: engine.URL(), Dial: net.dial, Functions: []iii.Function{
+			{ID: "f::echo", Handler: echo},
+			{ID: "f::slow", Handler: func(_ context.Context, call iii.Invocation) (json.RawMessage, error) {
+				<-time.After(300 * time.Millisecond)
+				return call.Data, nil
+			}},
+		}})
+		caller := open(t, iii.Options{URL: engine.URL(), Name: "caller", Dial: net.dial})
+		ctx, stop := context.WithCancel(t.Context())
+		var load sync.WaitGroup
+		var good atomic.Int64
+		for i := range 16 {
+			load.Go(func() {
+				for ctx.Err() == nil {
+					function := [...]string{"f::echo", "f::slow"}[i%2]
+					_, err := caller.Invoke(ctx, iii.Request{Function: function, Timeout: 10 * time.Second})
+					var remote *iii.Error
+					switch {
+					case err == nil:
+						good.Add(1)
+					case ctx.Err() != nil, errors.Is(err, iii.ErrDisconnected):
+					case errors.As(err, &remote) && (remote.Code == iii.CodeFunctionNotFound || remote.Code == iii.CodeInvocationStopped):
+					default:
+						t.Errorf("a call ended with %v", err)
+						return
+					}
+					<-time.After(10 * time.Millisecond)
+				}
+			})
+		}
+		for range 5 {
+			<-time.After(3 * time.Second)
+			if good.Swap(0) == 0 {
+				t.Error("no call succeeded")
+			}
+			engine.Close()
+			<-time.After(2 * time.Second)
+			engine = startEngine(t, iiitest.Options{Listener: net.listen()})
+			if err := engine.Await(t.Context(), func() bool { return len(engine.Workers()) == 2 && engine.HasFunction("f::slow") }); err != nil {
+				t.Fatal(err)
+			}
+			if n := len(engine.Functions()); n != 2 {
+				t.Errorf("%d functions are registered", n)
+			}
+		}
+		stop()
+		load.Wait()
+		<-time.After(time.Second)
+		if n := engine.Pending(); n != 0 {
+			t.Errorf("%d calls wait", n)
+		}
+		if worker.Err() != nil || caller.Err() != nil {
+			t.Errorf("ended: %v, %v", worker.Err(), caller.Err())
 		}
 	})
 }

@@ -80,11 +80,12 @@ type Options struct {
 
 // FromEnv fills the options that the environment of a worker gives (III_URL,
 // III_WORKER_NAME, III_NAMESPACE, III_ISOLATION); name is used when it gives
-// none. Empty and blank values count as absent.
+// none. Blank values count as absent; the name is taken to the letter, as Compose
+// looks for it.
 func FromEnv(getenv func(string) string, name string) Options {
 	get := func(key string) string { return strings.TrimSpace(getenv(key)) }
-	o := Options{URL: get("III_URL"), Name: get("III_WORKER_NAME"), Namespace: get("III_NAMESPACE"), Isolation: get("III_ISOLATION")}
-	if o.Name == "" {
+	o := Options{URL: get("III_URL"), Name: getenv("III_WORKER_NAME"), Namespace: get("III_NAMESPACE"), Isolation: get("III_ISOLATION")}
+	if strings.TrimSpace(o.Name) == "" {
 		o.Name = name
 	}
 	return o

@@ -143,6 +143,13 @@ func (n *network) listen() *listener {
 	return l
 }
 
+// count is how often the host was dialled.
+func (n *network) count() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.dials
+}
+
 var errRefused = errors.New("connection refused")
 
 func (n *network) dial(ctx context.Context, _, _ string) (net.Conn, error) {

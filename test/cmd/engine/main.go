@@ -51,12 +51,17 @@ func (p program) run(ctx context.Context, args []string) int {
 	serve := p.serveCommand()
 	root.Flags().AddFlagSet(serve.Flags())
 	root.RunE = serve.RunE
-	root.AddCommand(serve, p.triggerCommand())
+	// Of a help function, which cannot return one.
+	var helpErr error
+	root.AddCommand(serve, p.triggerCommand(&helpErr))
 	root.CompletionOptions.DisableDefaultCmd = true
 	root.SetArgs(args)
 	root.SetOut(p.stdout)
 	root.SetErr(p.stderr)
 	err := root.ExecuteContext(ctx)
+	if err == nil {
+		err = helpErr
+	}
 	if err == nil {
 		return 0
 	}

@@ -8,11 +8,11 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"os"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
 	"github.com/spf13/cobra"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii"
@@ -32,7 +32,7 @@ type trigger struct {
 	namespace string
 }
 
-func (p program) triggerCommand() *cobra.Command {
+func (p program) triggerCommand(helpErr *error) *cobra.Command {
 	t := trigger{}
 	cmd := &cobra.Command{
 		Use:     "trigger FUNCTION [KEY=VALUE ...]",
@@ -69,9 +69,7 @@ func (p program) triggerCommand() *cobra.Command {
 			return
 		}
 		t.function = names[0]
-		if err := p.describe(cmd.Context(), t); err != nil && !errors.Is(err, errTold) {
-			_, _ = fmt.Fprintf(p.stderr, "Error: %v\n", err)
-		}
+		*helpErr = p.describe(cmd.Context(), t)
 	})
 	return cmd
 }
@@ -112,8 +110,8 @@ func payload(pairs []string, text string, given bool) (json.RawMessage, error) {
 func (p program) call(ctx context.Context, t trigger, r iii.Request) (json.RawMessage, error) {
 	client, err := iii.Open(iii.Options{
 		URL: "ws://" + net.JoinHostPort(t.address, strconv.Itoa(t.port)),
-		// The name has to be unique among all that are connected.
-		Name:      "iii-cli:trigger:" + strconv.Itoa(os.Getpid()),
+		// Two at a time must not have the same name.
+		Name:      "iii-cli:trigger:" + uuid.NewString(),
 		Namespace: t.namespace,
 		Log:       slog.New(slog.DiscardHandler),
 	})
