@@ -370,7 +370,17 @@ func TestCloseWaitsForAnswers(t *testing.T) {
 		c := open(t, iii.Options{URL: engine.URL(), Dial: net.dial, Functions: functions})
 		synctest.Wait()
 		ended := call("f::takes3s")
-		if err := c.Close(t.Context()); err != nil {
+		closed := make(chan error, 1)
+		go func() { closed <- c.Close(t.Context()) }()
+		synctest.Wait()
+		// A call that comes now is refused at once.
+		began := time.Now()
+		_, err := engine.Call(t.Context(), "f::takes3s", nil)
+		wantError(t, err, iii.CodeInvocationStopped)
+		if waited := time.Since(began); waited != 0 {
+			t.Errorf("refused after %v", waited)
+		}
+		if err := <-closed; err != nil {
 			t.Error(err)
 		}
 		if err := <-ended; err != nil {
@@ -382,7 +392,7 @@ func TestCloseWaitsForAnswers(t *testing.T) {
 		ended = call("f::untilCancelled")
 		ctx, cancel := context.WithTimeout(t.Context(), 4*time.Second)
 		defer cancel()
-		began := time.Now()
+		began = time.Now()
 		if err := c.Close(ctx); err != nil || time.Since(began) != 4*time.Second {
 			t.Errorf("closed after %v: %v", time.Since(began), err)
 		}

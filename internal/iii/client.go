@@ -98,11 +98,11 @@ func (c *Client) Err() error {
 	}
 }
 
-// Close ends the client in order: no further call is answered; those being
-// answered may finish while ctx lasts, then their contexts are cancelled and they
-// have two seconds more; the WebSocket is closed with code 1000, for which the
-// engine has a second. Close returns an error when a handler still runs then. A
-// second Close waits for the first.
+// Close ends the client in order: further calls are refused; those being answered
+// may finish while ctx lasts, then their contexts are cancelled and they have two
+// seconds more; the WebSocket is closed with code 1000, for which the engine has a
+// second. Close returns an error when a handler still runs then. A second Close
+// waits for the first.
 func (c *Client) Close(ctx context.Context) error {
 	c.mu.Lock()
 	c.closing = true

@@ -22,23 +22,26 @@ func (c *Client) dispatch(ctx context.Context, f frame) {
 	if call.Data == nil {
 		call.Data = json.RawMessage("null")
 	}
-	if !c.admit(ctx, call) {
-		c.log.Warn("too many calls at a time: one is refused", "function", c.knownName(call.Function))
-		c.refuse(call)
+	if err := c.admit(ctx, call); err != nil {
+		c.log.Warn("a call is refused", "function", c.knownName(call.Function), "closing", errors.Is(err, errClosing))
+		c.refuse(call, err)
 	}
 }
 
-// admit starts the handler of call unless too many run.
-func (c *Client) admit(ctx context.Context, call Invocation) bool {
+// errClosing is what the engine itself tells callers once a worker is gone.
+// It is read-only.
+var errClosing error = &Error{Code: CodeInvocationStopped, Message: "the worker is ending"}
+
+// admit starts the handler of call, or returns why it must not.
+func (c *Client) admit(ctx context.Context, call Invocation) error {
 	size := int64(len(call.Data) + len(call.Metadata))
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closing {
-		// The engine tells the caller when the connection ends.
-		return true
+		return errClosing
 	}
 	if c.calls >= c.options.MaxCalls || c.calls > 0 && c.callBytes+size > maxCallBytes {
-		return false
+		return c.options.Busy
 	}
 	c.calls++
 	c.callBytes += size
@@ -47,16 +50,16 @@ func (c *Client) admit(ctx context.Context, call Invocation) bool {
 		result, err := c.handle(ctx, call)
 		c.answer(call, result, err)
 	})
-	return true
+	return nil
 }
 
-// refuse answers a call that is beyond the bounds, unless answering would have to
+// refuse answers a call that was not admitted, unless answering would have to
 // wait: then the caller's own time-out ends it.
-func (c *Client) refuse(call Invocation) {
+func (c *Client) refuse(call Invocation, reason error) {
 	c.mu.Lock()
 	s := c.current
 	c.mu.Unlock()
-	text, err := encodeResult(call, nil, c.options.Busy)
+	text, err := encodeResult(call, nil, reason)
 	if err != nil || s == nil {
 		return
 	}

@@ -80,6 +80,12 @@ func (c *Client) connect(ctx, handling context.Context) (welcome bool, err error
 		return false, err
 	}
 	socket.SetReadLimit(readLimit)
+	// Put together before the engine's welcome is read, which names this
+	// connection: it must not replace itself.
+	introduction, err := c.introduction()
+	if err != nil {
+		return false, errors.Join(err, w.Close())
+	}
 	s := &session{
 		client: c, socket: socket, wire: w,
 		out: make(chan []byte), urgent: make(chan []byte, 64), done: make(chan struct{}),
@@ -92,7 +98,7 @@ func (c *Client) connect(ctx, handling context.Context) (welcome bool, err error
 	group.Go(s.watch)
 	group.Go(s.retryRefused)
 
-	if err := s.introduce(ctx); err != nil {
+	if err := s.introduce(ctx, introduction); err != nil {
 		s.end(err)
 	} else {
 		c.setCurrent(s)
@@ -150,11 +156,10 @@ func (c *Client) dial(ctx context.Context, u *url.URL) (*websocket.Conn, *wire, 
 	return nil, nil, fmt.Errorf("connect to the engine at %s: %w", u.Host, err)
 }
 
-// introduce sends what the engine must know before anything else: which
-// connection this one replaces, who we are, what we offer. The name goes first,
-// as it decides the namespace of the functions.
-func (s *session) introduce(ctx context.Context) error {
-	c := s.client
+// introduction is what the engine must know before anything else: which
+// connection the next one replaces, who we are, what we offer. The name goes
+// first, as it decides the namespace of the functions.
+func (c *Client) introduction() ([][]byte, error) {
 	c.mu.Lock()
 	previous, token := c.workerID, c.token
 	c.mu.Unlock()
@@ -168,7 +173,7 @@ func (s *session) introduce(ctx context.Context) error {
 		Isolation: c.options.Isolation, Namespace: c.options.Namespace,
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	messages = append(messages, invokeMessage{
 		Type: typeInvoke, Function: "engine::workers::register", Data: me, Action: &actionMessage{Type: "void"},
@@ -176,11 +181,20 @@ func (s *session) introduce(ctx context.Context) error {
 	for _, f := range c.options.Functions {
 		messages = append(messages, f.message())
 	}
+	var frames [][]byte
 	for _, message := range messages {
 		text, err := encode(message)
 		if err != nil {
-			return err
+			return nil, err
 		}
+		frames = append(frames, text)
+	}
+	return frames, nil
+}
+
+// introduce sends the introduction.
+func (s *session) introduce(ctx context.Context, frames [][]byte) error {
+	for _, text := range frames {
 		select {
 		case s.out <- text:
 		case <-s.done:
