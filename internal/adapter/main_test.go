@@ -22,7 +22,7 @@ import (
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // patience bounds every wait for what has to happen.
-const patience = 60 * time.Second
+const patience = 3 * time.Minute
 
 // imageStore finds python in a local layout, and nothing else.
 func imageStore(t testing.TB, dir string) *imagestore.Store {

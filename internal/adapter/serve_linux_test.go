@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/contract"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii"
@@ -138,7 +137,7 @@ func TestServe_SquattedFunctionLeavesTheOthers(t *testing.T) {
 }
 
 // SIGTERM: calls under way are answered, sandboxes end, the connection is closed
-// with 1000, all within 10 s.
+// with 1000. How long that may take is TestServe_EndsWithinTenSeconds.
 func TestServe_StopsInOrder(t *testing.T) {
 	t.Parallel()
 	engineLog := &logBuffer{}
@@ -152,12 +151,8 @@ func TestServe_StopsInOrder(t *testing.T) {
 	}()
 	eventually(t, "start of the program", func() bool { return exists(up) })
 	reading := h.ok(t, "fs::read", at(id, h.file(t, "big", strings.Repeat("x", 8<<20)))) // a download that nobody takes
-	began := time.Now()
 	if err := h.end(); err != nil {
 		t.Error(err)
-	}
-	if took := time.Since(began); took > 10*time.Second {
-		t.Errorf("it took %v", took)
 	}
 	if e := envelope(t, <-answered); e["code"] != "S300" {
 		t.Errorf("the call under way: %v", e)

@@ -16,6 +16,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/config"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii/iiitest"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
 )
 
 // pipes is a network with one host on it, whose time is the test's.
@@ -239,6 +240,62 @@ func TestServe_EarlyCallsWaitFifteenSeconds(t *testing.T) {
 			}
 			close(slow)
 		}, slow)
+	})
+}
+
+// stuck is a core whose calls and whose end take as long as they may.
+type stuck struct {
+	sandbox.Functions // for what is not called
+	called            chan struct{}
+	release           <-chan struct{}
+}
+
+func (s *stuck) List() []sandbox.Summary {
+	close(s.called)
+	<-s.release
+	return nil
+}
+
+// Close is as slow as sandbox.Manager's is at most.
+func (s *stuck) Close(ctx context.Context) error {
+	<-ctx.Done()
+	<-time.After(3 * time.Second)
+	return errors.New("some sandboxes did not end")
+}
+
+// Whatever is stuck, Compose's 10 s are enough.
+func TestServe_EndsWithinTenSeconds(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		network := newPipes()
+		e, err := iiitest.Start(iiitest.Options{Listener: network, Log: slog.New(slog.DiscardHandler), Configuration: entries(`{}`)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer e.Close()
+		release := make(chan struct{})
+		core := &stuck{called: make(chan struct{}), release: release}
+		ctx, stop := context.WithCancel(t.Context())
+		served := make(chan error, 1)
+		go func() {
+			log := slog.New(slog.DiscardHandler)
+			served <- adapter.Serve(ctx, adapter.Config{
+				Engine:     iii.Options{URL: "ws://engine:1", Name: "sandbox-libkrun", Dial: network.dial, Log: log},
+				ConfigName: "my-entry", Version: "0.2.0", Log: log,
+				Start: func(*config.Config) (adapter.Core, error) { return core, nil },
+			})
+		}()
+		if err := e.AwaitFunction(t.Context(), "sandbox-libkrun::adapter::info"); err != nil {
+			t.Fatal(err)
+		}
+		go func() { _, _ = e.Call(t.Context(), "sandbox-libkrun::list", nil) }()
+		<-core.called
+		began := time.Now()
+		stop()
+		if err := <-served; err == nil || time.Since(began) >= 10*time.Second {
+			t.Errorf("%v after %v", err, time.Since(began))
+		}
+		close(release)
 	})
 }
 
