@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -24,8 +23,8 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 )
 
-// obj is a JSON object.
-type obj = map[string]any
+// patience bounds every wait for what has to happen.
+const patience = 3 * time.Minute
 
 // allowPython is a configuration in which python boots.
 const allowPython = `{"image_allowlist":["python"]}`
@@ -204,28 +203,6 @@ func (h *host) fails(t testing.TB, function string, payload any, code string, wo
 	return e
 }
 
-// envelope takes an error apart as clients do: the message's JSON from its first
-// brace.
-func envelope(t testing.TB, err error) obj {
-	t.Helper()
-	var remote *iii.Error
-	if !errors.As(err, &remote) {
-		t.Fatalf("%v is no error of the function", err)
-	}
-	if remote.Code != "invocation_failed" {
-		t.Errorf("code %q on the wire", remote.Code)
-	}
-	at := strings.IndexByte(remote.Message, '{')
-	if at < 0 {
-		t.Fatalf("no object in %q", remote.Message)
-	}
-	var out obj
-	if err := json.Unmarshal([]byte(remote.Message[at:]), &out); err != nil {
-		t.Fatalf("%q: %v", remote.Message, err)
-	}
-	return out
-}
-
 // create makes a sandbox that the test cannot do without.
 func (h *host) create(t testing.TB, more ...obj) string {
 	t.Helper()
@@ -363,32 +340,8 @@ func (h *host) upload(t testing.TB) (reader iii.ChannelRef, send func(data []byt
 	}
 }
 
-// logBuffer is a log that can be read while it is written.
-type logBuffer struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
-
 // eventually waits for what no event tells.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for end := time.Now().Add(patience); !ok(); <-tick.C {
-		if time.Now().After(end) {
-			t.Fatalf("%s does not happen", what)
-		}
-	}
+	vmtest.Eventually(t, patience, what, ok)
 }

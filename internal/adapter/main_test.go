@@ -1,74 +1,59 @@
 package adapter_test
 
 import (
-	"archive/tar"
 	"bytes"
+	"encoding/json"
 	"errors"
-	"io"
-	"path/filepath"
+	"strings"
+	"sync"
 	"testing"
-	"time"
 
-	v1 "github.com/google/go-containerregistry/pkg/v1"
-	"github.com/google/go-containerregistry/pkg/v1/empty"
-	"github.com/google/go-containerregistry/pkg/v1/layout"
-	"github.com/google/go-containerregistry/pkg/v1/mutate"
-	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"go.uber.org/goleak"
 
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience bounds every wait for what has to happen.
-const patience = 3 * time.Minute
+// obj is a JSON object.
+type obj = map[string]any
 
-// imageStore finds python in a local layout, and nothing else.
-func imageStore(t testing.TB, dir string) *imagestore.Store {
+// envelope takes an error apart as clients do: the message's JSON from its first
+// brace.
+func envelope(t testing.TB, err error) obj {
 	t.Helper()
-	addImage(t, dir+"/layouts", "python")
-	store, err := imagestore.Open(dir+"/images", imagestore.Options{
-		LayoutDir: dir + "/layouts", Arch: "amd64", RetryWaits: []time.Duration{},
-	})
-	if err != nil {
-		t.Fatal(err)
+	var remote *iii.Error
+	if !errors.As(err, &remote) {
+		t.Fatalf("%v is no error of the function", err)
 	}
-	return store
+	if remote.Code != "invocation_failed" {
+		t.Errorf("code %q on the wire", remote.Code)
+	}
+	at := strings.IndexByte(remote.Message, '{')
+	if at < 0 {
+		t.Fatalf("no object in %q", remote.Message)
+	}
+	var out obj
+	if err := json.Unmarshal([]byte(remote.Message[at:]), &out); err != nil {
+		t.Fatalf("%q: %v", remote.Message, err)
+	}
+	return out
 }
 
-// addImage puts a tiny image into the folder of layouts.
-func addImage(t testing.TB, layouts, name string) {
-	t.Helper()
-	var content bytes.Buffer
-	w := tar.NewWriter(&content)
-	err := w.WriteHeader(&tar.Header{Name: "etc/", Typeflag: tar.TypeDir, Mode: 0o755})
-	if err := errors.Join(err, w.Close()); err != nil {
-		t.Fatal(err)
-	}
-	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) {
-		return io.NopCloser(bytes.NewReader(content.Bytes())), nil
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	image, err := mutate.AppendLayers(empty.Image, layer)
-	if err != nil {
-		t.Fatal(err)
-	}
-	config, err := image.ConfigFile()
-	if err != nil {
-		t.Fatal(err)
-	}
-	image, err = mutate.ConfigFile(image, &v1.ConfigFile{Architecture: "amd64", OS: "linux", RootFS: config.RootFS})
-	if err != nil {
-		t.Fatal(err)
-	}
-	path, err := layout.Write(filepath.Join(layouts, name), empty.Index)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := path.AppendImage(image, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: "amd64"})); err != nil {
-		t.Fatal(err)
-	}
+// logBuffer is a log that can be read while it is written.
+type logBuffer struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
 }
