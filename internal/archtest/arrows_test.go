@@ -77,8 +77,9 @@ test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm
 iii/iiitest     -> iii
 test/cmd/engine -> iii iii/iiitest
 
-# The real clients.
+# The real clients, and the tests in which they use everything.
 test/nodesdk -> flock
+test/clients ->
 
 # The lab, where libkrun's guests run on any host.
 test/lab -> layout vmassets

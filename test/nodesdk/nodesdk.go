@@ -40,12 +40,10 @@ const installTimeout = 5 * time.Minute
 // packages cannot be installed or there is no Node.
 const require = "III_TEST_NODE"
 
-// Install returns a directory whose node_modules has the packages, downloaded once
-// into .cache/node of the project. Without node or npm, or when the download
-// fails, it skips the test.
+// Install is Prepare for a test, which it skips where Prepare fails.
 func Install(t testing.TB) string {
 	t.Helper()
-	dir, err := install(t.Context())
+	dir, err := Prepare(t.Context())
 	if err != nil {
 		if os.Getenv(require) == "1" {
 			t.Fatalf("%s=1, but: %v", require, err)
@@ -55,7 +53,10 @@ func Install(t testing.TB) string {
 	return dir
 }
 
-func install(ctx context.Context) (string, error) {
+// Prepare returns a directory whose node_modules has the packages, downloaded once
+// into .cache/node of the project. It fails without node or npm, and when the
+// download does.
+func Prepare(ctx context.Context) (string, error) {
 	for _, program := range []string{"node", "npm"} {
 		if _, err := exec.LookPath(program); err != nil {
 			return "", fmt.Errorf("%s is not installed", program)
@@ -127,6 +128,35 @@ func topDir() (string, error) {
 	}
 }
 
+// Command makes a Node program of the text of a module, which may import the
+// packages of dir. Its environment is PATH, HOME and env. The caller starts it.
+func Command(dir, script string, env ...string) *exec.Cmd {
+	cmd := exec.Command("node", "--input-type=module", "--eval", script)
+	cmd.Dir = dir
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "HOME=" + dir}, env...)
+	return cmd
+}
+
+// Worker makes the program of StartWorker. It ends when its standard input does.
+func Worker(dir, url, name string) *exec.Cmd {
+	return Command(dir, workerScript, "III_URL="+url, "III_WORKER_NAME="+name)
+}
+
+// Run runs a program of Command to its end, at the latest that of ctx. What it
+// prints goes to the test's log; the test fails when the program does.
+func Run(ctx context.Context, t testing.TB, script string, env ...string) {
+	t.Helper()
+	cmd := Command(Install(t), script, env...)
+	cmd.Stdout, cmd.Stderr = t.Output(), t.Output()
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })()
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("the node program: %v", errors.Join(err, ctx.Err()))
+	}
+}
+
 // StartWorker starts a Node process that connects to the engine at url as the
 // worker called name. It offers the functions that worker.mjs describes, each
 // below name: "NAME::call" calls any function as Node sees it, "NAME::push" and
@@ -134,10 +164,7 @@ func topDir() (string, error) {
 // test, which fails if it ended before. What it prints goes to the test's log.
 func StartWorker(t testing.TB, url, name string) {
 	t.Helper()
-	dir := Install(t)
-	cmd := exec.Command("node", "--input-type=module", "--eval", workerScript)
-	cmd.Dir = dir
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "HOME=" + dir, "III_URL=" + url, "III_WORKER_NAME=" + name}
+	cmd := Worker(Install(t), url, name)
 	output := &lockedBuffer{}
 	cmd.Stdout, cmd.Stderr = output, output
 	// It ends when its standard input does: with this process, at the latest.
