@@ -26,11 +26,15 @@ TOOLS := $(CURDIR)/.tools/bin
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } \
 		/^##@/ { printf "\n%s\n", substr($$0, 5) } \
-		/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+		/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: ## Install and build what is needed, run Python in a VM; the last line is 42
 	@sh build/demo.sh
+
+.PHONY: demo-engine
+demo-engine: ## The same through an iii engine: engine, adapter and one call; the last line is 42
+	@sh build/demo-engine.sh
 
 .PHONY: build
 build: go-version ## Build bin/adapter, bin/krun-shim and bin/guest-agent
@@ -70,7 +74,7 @@ format: go-version ## Format Go code and protocol definitions
 	$(TOOLS)/buf format --write api/proto
 
 .PHONY: generate
-generate: go-version ## Make api/**/*.pb.go from api/proto
+generate: go-version ## Make what is generated: api/**/*.pb.go, disk templates, docs/functions.md, errors.md
 	@sh build/generate.sh
 
 .PHONY: check

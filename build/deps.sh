@@ -5,7 +5,7 @@
 #
 #   build  what `make build` needs: a C compiler for krun-shim
 #   run    what a sandbox needs on a host without hardware virtualization: QEMU
-#   test   what the tests compare our own work with
+#   test   what the tests compare our own work with, and run as clients
 #   lab    what libkrun needs, and what fetches it
 #
 # As root on Debian or Ubuntu the missing packages are installed with apt-get,
@@ -47,6 +47,8 @@ for group in "$@"; do
 		need mkfs.ext4 e2fsprogs
 		need xz xz-utils
 		need git git
+		need node nodejs
+		need npm npm
 		;;
 	lab)
 		need npm npm

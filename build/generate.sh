@@ -3,6 +3,7 @@
 #
 #   api/*/v1                    from api/proto, by buf
 #   internal/vmassets/upper     templates of writable disks, by mke2fs
+#   docs/functions.md errors.md from the schemas and the table of codes
 #
 # usage: generate.sh [--check]
 set -eu
@@ -30,8 +31,14 @@ case $mke2fs in
 	;;
 esac
 
+mkdir -p "$new/docs"
+"$GO" run ./build/docs -dir "$new/docs"
+
 if [ "${1:-}" = --check ]; then
 	stale=false
+	for page in "$new"/docs/*; do
+		diff "$page" "docs/$(basename "$page")" || stale=true
+	done
 	diff -r --exclude=proto "$new/api" api || stale=true
 	[ ! -d "$new/upper" ] || diff -r "$new/upper" "$templates" || stale=true
 	if $stale; then
@@ -48,3 +55,4 @@ for dir in "$new"/api/*/; do
 	mv "$dir" "api/$name"
 done
 [ ! -d "$new/upper" ] || cp "$new"/upper/* "$templates/"
+cp "$new"/docs/* docs/

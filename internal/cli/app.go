@@ -29,6 +29,8 @@ const (
 	ExitFault = 1
 	// ExitUsage: the command line is wrong.
 	ExitUsage = 2
+	// ExitConfig: serve cannot use its configuration (contract's README).
+	ExitConfig = 2
 	// ExitTimedOut: run or exec ended the program at its time limit, as
 	// timeout(1) does.
 	ExitTimedOut = 124
@@ -130,6 +132,9 @@ func (a *App) command() *cobra.Command {
 
   adapter run --image python -c 'print(6*7)'
 
+Without a command it does what serve does: it serves the sandbox functions on an iii
+engine.
+
 Exit codes: run and exec end with the program's own code (128 + the signal that
 ended it, 127 not found, 126 not allowed), 124 when its time ran out, 125 when the
 sandbox itself failed; every other command with 0 or 1 (failed). Wrong usage ends any
@@ -141,7 +146,8 @@ of them with 2.`,
 			if len(args) > 0 {
 				return usagef("unknown command %q: see adapter --help", args[0])
 			}
-			return cmd.Help()
+			// As the engine's Compose starts its workers.
+			return a.serve(cmd.Context())
 		},
 		Args: cobra.ArbitraryArgs,
 	}
@@ -154,7 +160,7 @@ of them with 2.`,
 	flags.Var((*vmmFlag)(&a.vmm), "vmm", "what runs the VMs: auto, libkrun or qemu (default auto; III_SANDBOX_VMM)")
 	flags.Lookup("vmm").DefValue = "" // the text names it
 	flags.BoolVarP(&a.verbose, "verbose", "v", false, "log what happens to standard error")
-	root.AddCommand(a.runCommand(), a.execCommand(), a.lsCommand(), a.stopCommand(),
+	root.AddCommand(a.serveCommand(), a.runCommand(), a.execCommand(), a.lsCommand(), a.stopCommand(),
 		a.imageCommand(), a.vmmCommand(), a.doctorCommand())
 	return root
 }
@@ -200,7 +206,7 @@ func (a *App) images(roots layout.Roots) (*imagestore.Store, error) {
 // system is what the sandbox commands work with.
 type system struct {
 	roots   layout.Roots
-	manager *sandbox.Manager
+	manager *sandbox.Keeper
 }
 
 func (a *App) system() (*system, error) {
@@ -208,16 +214,22 @@ func (a *App) system() (*system, error) {
 	if err != nil {
 		return nil, err
 	}
-	log := a.logger()
-	driver, err := a.NewDriver(a.vmm, roots, log)
+	launcher, images, err := a.machinery(roots, a.logger())
 	if err != nil {
 		return nil, err
+	}
+	return &system{roots: roots, manager: sandbox.NewKeeper(launcher, images)}, nil
+}
+
+// machinery is what sandboxes are made with.
+func (a *App) machinery(roots layout.Roots, log *slog.Logger) (*vm.Launcher, *imagestore.Store, error) {
+	driver, err := a.NewDriver(a.vmm, roots, log)
+	if err != nil {
+		return nil, nil, err
 	}
 	images, err := a.images(roots)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	launcher := vm.New(vm.Config{Driver: driver, Roots: roots, Log: log, Version: a.Version})
-	manager := sandbox.New(sandbox.Config{Launcher: launcher, Images: images})
-	return &system{roots: roots, manager: manager}, nil
+	return vm.New(vm.Config{Driver: driver, Roots: roots, Log: log, Version: a.Version}), images, nil
 }

@@ -118,7 +118,7 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	ctx, caught := catchInterrupts(ctx)
 	defer caught.Close()
 	progress := newProgress(a.Stderr, a.Terminal(a.Stderr))
-	box, err := sys.manager.Create(ctx, sandbox.CreateRequest{
+	box, err := sys.manager.Create(ctx, sandbox.BootRequest{
 		Image: image, CPUs: f.cpus, MemoryMiB: int(f.memory), Name: f.name, Env: env,
 		Keep: f.keep, IdleTimeout: time.Duration(f.idle), Progress: progress.Update,
 	})

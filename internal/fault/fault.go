@@ -10,6 +10,8 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"maps"
+	"slices"
 	"strings"
 )
 
@@ -47,38 +49,62 @@ const (
 	S505 Code = "S505"
 )
 
-// class is what the contract fixes for a code.
+// class is what is fixed for a code.
 type class struct {
 	typ       string
 	retryable bool
+	// means is when it is raised, by the functions (as ids without their prefix).
+	means, by string
 }
+
+// Callers, for the table.
+const (
+	byBoot   = "create, run"
+	byInside = "exec, stop, fs::*"
+	bySearch = "fs::grep, fs::sed"
+	byFiles  = "fs::*"
+	byWorker = "worker::*"
+)
 
 // table is the contract's table of codes, read-only.
 var table = map[Code]class{
-	S001: {typ: "validation"},
-	S002: {typ: "validation"},
-	S003: {typ: "validation"},
-	S004: {typ: "validation"},
-	S100: {typ: "config"},
-	S101: {typ: "internal"},
-	S102: {typ: "transient", retryable: true},
-	S200: {typ: "execution"},
-	S210: {typ: "filesystem"},
-	S211: {typ: "filesystem"},
-	S212: {typ: "filesystem"},
-	S213: {typ: "filesystem"},
-	S214: {typ: "filesystem"},
-	S215: {typ: "filesystem"},
-	S216: {typ: "filesystem"},
-	S217: {typ: "filesystem"},
-	S218: {typ: "transient", retryable: true},
-	S219: {typ: "filesystem"},
-	S300: {typ: "platform"},
-	S400: {typ: "config"},
-	S501: {typ: "validation"},
-	S502: {typ: "validation"},
-	S505: {typ: "validation"},
+	S001: {typ: "validation", by: "every function", means: "The request breaks a rule: a field is missing or of the wrong type, an id is no UUID, a command, an environment, base64 or a size is not valid. The message names the field."},
+	S002: {typ: "validation", by: byInside, means: "There is no sandbox of that id: it never existed, was stopped, or was idle for too long."},
+	S003: {typ: "validation", by: "exec", means: "The sandbox already runs as many programs as max_concurrent_exec_per_sandbox allows. Waiting does not free a slot that a foreground program holds."},
+	S004: {typ: "validation", by: "exec, fs::*", means: "The sandbox is being stopped at this moment."},
+	S100: {typ: "config", by: byBoot, means: "The image is not in the catalog, or not on image_allowlist. The message lists those that are allowed."},
+	S101: {typ: "internal", by: byBoot, means: "The image is not on the host and auto_install is off. The operator pulls it: adapter image pull."},
+	S102: {typ: "transient", retryable: true, by: byBoot, means: "The image could not be pulled or unpacked, or has nothing for this architecture."},
+	S200: {typ: "execution", by: "exec, run", means: "The program was killed at its time limit, the smaller one of timeout_ms and max_exec_timeout_ms. Its output is lost."},
+	S210: {typ: "filesystem", by: "fs::mkdir, fs::chmod, fs::write, " + bySearch, means: "The request is not possible: a mode is not octal, a directory is searched without recursive, fs::sed has both or none of files and path, its literal pattern is empty."},
+	S211: {typ: "filesystem", by: byFiles, means: "Nothing is at the path. Where only its parent is missing, fix holds parents: true."},
+	S212: {typ: "filesystem", by: "fs::ls, fs::read", means: "The path is of another kind: not a directory, or not a regular file."},
+	S213: {typ: "filesystem", by: "fs::mkdir, fs::mv, fs::write", means: "Something is at the path already."},
+	S214: {typ: "filesystem", by: "fs::rm", means: "The directory is not empty and recursive is false."},
+	S215: {typ: "filesystem", by: byFiles, means: "The guest's system does not permit it."},
+	S216: {typ: "filesystem", by: byFiles, means: "Any other failure of the guest's file system, of the way to it, or of the channel that carries the bytes."},
+	S217: {typ: "filesystem", by: bySearch, means: "The pattern is no regular expression in the syntax of Rust's regex crate."},
+	S218: {typ: "transient", retryable: true, by: "fs::write", means: "The channel with the file's content stalled for 5 seconds, or broke. Nothing was written."},
+	S219: {typ: "filesystem", by: byFiles, means: "The agent in the sandbox is too old for the operation."},
+	S300: {typ: "platform", by: "create, exec, run", means: "The VM did not boot, or failed afterwards. The message ends with the last lines of the VM's log."},
+	S400: {typ: "config", by: byBoot, means: "A limit is reached: max_concurrent_sandboxes, or the image's entry in per_image_caps."},
+	S501: {typ: "validation", by: byWorker, means: "host_path is outside the directories that workers may come from. The message names them."},
+	S502: {typ: "validation", by: byWorker, means: "The worker's VM is being prepared or runs already."},
+	S505: {typ: "validation", by: byWorker, means: "auth is not the token in III_SANDBOX_WORKER_TOKEN, or there is none."},
 }
+
+// Codes returns every code, sorted.
+func Codes() []Code { return slices.Sorted(maps.Keys(table)) }
+
+// Type is the contract's category of the code, for example "filesystem".
+func (c Code) Type() string { return table[c].typ }
+
+// Retryable reports whether the same request may succeed later.
+func (c Code) Retryable() bool { return table[c].retryable }
+
+// Meaning says when the code is raised, for people, and by which functions: their
+// ids without the prefix, comma-separated.
+func (c Code) Meaning() (text, by string) { return table[c].means, table[c].by }
 
 // Known reports whether c is in the table.
 func (c Code) Known() bool {
@@ -129,13 +155,16 @@ func (e *Error) Is(target error) bool {
 }
 
 // Type is the contract's category of the code, for example "filesystem".
-func (e *Error) Type() string { return table[e.Code].typ }
+func (e *Error) Type() string { return e.Code.Type() }
 
 // Retryable reports whether the same request may succeed later.
-func (e *Error) Retryable() bool { return table[e.Code].retryable }
+func (e *Error) Retryable() bool { return e.Code.Retryable() }
 
 // DocsURL is where the code is explained.
-func (e *Error) DocsURL() string { return docsBase + string(e.Code) }
+func (c Code) DocsURL() string { return docsBase + string(c) }
+
+// DocsURL is where the code is explained.
+func (e *Error) DocsURL() string { return e.Code.DocsURL() }
 
 // ParentMissing reports whether the fault is that the path's parent directory is
 // missing and that the request would work with parents:true.
@@ -178,6 +207,10 @@ func (e *Error) MarshalJSON() ([]byte, error) {
 	return text, err
 }
 
+// maxEnvelope bounds a message on its way to the caller, in bytes: parts of it may
+// come from the guest. The ends of a VM's logs fit in.
+const maxEnvelope = 32 << 10
+
 // Envelope is the text that MarshalJSON makes, with '<', '>' and '&' as they
 // are: what a function's error message carries.
 func (e *Error) Envelope() string {
@@ -190,7 +223,7 @@ func (e *Error) Envelope() string {
 
 func (e *Error) encode(fix map[string]any) ([]byte, error) {
 	v := envelope{
-		Code: e.Code, DocsURL: e.DocsURL(), Fix: fix, Message: e.Message,
+		Code: e.Code, DocsURL: e.DocsURL(), Fix: fix, Message: clipTo(e.Message, maxEnvelope),
 		Retryable: e.Retryable(), Type: e.Type(),
 	}
 	if e.FixNote != "" {

@@ -27,6 +27,7 @@ func every() map[string]*fault.Error {
 		"TwoFileBodies":    fault.TwoFileBodies(),
 		"BadFileBody":      fault.BadFileBody(cause),
 		"SandboxNotFound":  fault.SandboxNotFound("id"),
+		"SandboxLost":      fault.SandboxLost("id", cause),
 		"ExecSlotsFull":    fault.ExecSlotsFull("id", 4),
 		"SandboxStopped":   fault.SandboxStopped("id"),
 		"UnknownImage":     fault.UnknownImage("x", []string{"python", "node"}),
@@ -35,7 +36,10 @@ func every() map[string]*fault.Error {
 		"ExecTimedOut":     fault.ExecTimedOut(1500 * time.Millisecond),
 		"BootFailed":       fault.BootFailed(cause),
 		"GuestFailed":      fault.GuestFailed(cause),
+		"StoppedMeanwhile": fault.StoppedMeanwhile("id"),
 		"StartFailed":      fault.StartFailed(cause),
+		"NoNetwork":        fault.NoNetwork(),
+		"ShuttingDown":     fault.ShuttingDown(),
 		"SandboxLimit":     fault.SandboxLimit(32),
 		"ImageCap":         fault.ImageCap("python", "cpus", 8, 4),
 		"HostPathRefused":  fault.HostPathRefused("/p", "/a", "/b"),
@@ -104,10 +108,16 @@ func TestTable_TypesAndRetryable(t *testing.T) {
 			t.Errorf("%s: retryable of %s is %v", name, e.Code, e.Retryable())
 		}
 	}
-	for code := range want {
+	for _, code := range fault.Codes() {
 		if !seen[code] {
 			t.Errorf("no constructor makes %s", code)
 		}
+		if text, by := code.Meaning(); text == "" || by == "" || want[code] == "" {
+			t.Errorf("%s has no meaning: %q, raised by %q", code, text, by)
+		}
+	}
+	if len(fault.Codes()) != len(want) {
+		t.Errorf("codes %v", fault.Codes())
 	}
 }
 
@@ -126,6 +136,8 @@ func TestMessages_HoldWhatClientsLookFor(t *testing.T) {
 		"ExecTimedOut":     {"1500 ms"},
 		"HostPathRefused":  {"/p", "/a", "/b"},
 		"AgentTooOld":      {"supervisor"},
+		"SandboxLost":      {"the cause"},
+		"NoNetwork":        {"this build has no network"},
 		"ParentMissing":    {"parent not found", "/a"},
 	} {
 		message := every()[name].Message
@@ -254,6 +266,21 @@ func TestMessages_AreBoundedAndPrintable(t *testing.T) {
 		if len(e.Message) > 4096 {
 			t.Errorf("%s: message of %d bytes", e.Code, len(e.Message))
 		}
+	}
+	keys := make([]string, 100_000)
+	for i := range keys {
+		keys[i] = fmt.Sprint("a-", i)
+	}
+	for _, e := range []*fault.Error{
+		fault.AmbiguousCommand(long, []string{long}), fault.BadEnvKeys(keys), fault.BadEnvKeys([]string{long}),
+		fault.UnknownImage(long, keys), fault.GuestFailed(errors.New(long)), fault.StartFailed(errors.New(long)),
+	} {
+		if text := e.Envelope(); len(text) > 40<<10 {
+			t.Errorf("%s: envelope of %d bytes", e.Code, len(text))
+		}
+	}
+	if m := fault.BadEnvKeys(keys).Message; !strings.Contains(m, "more; a key") {
+		t.Errorf("the message does not tell that keys are left out: …%s", m[len(m)-80:])
 	}
 	if m := fault.NotFound("/a\xff\nb", nil).Message; strings.Contains(m, "\n") || strings.Contains(m, "\xff") {
 		t.Errorf("%q", m)

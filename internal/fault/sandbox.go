@@ -29,7 +29,7 @@ func BadSandboxID(id string) *Error {
 // AmbiguousCommand is S001: cmd holds several words and args is given as well.
 func AmbiguousCommand(cmd string, args []string) *Error {
 	return invalid("cmd %q with args %q is ambiguous: put the whole line into cmd, or the program alone into cmd, or everything into argv",
-		clip(cmd), args)
+		clip(cmd), clip(strings.Join(args, " ")))
 }
 
 // UnbalancedQuotes is S001: cmd is a line with an open quote or a trailing
@@ -39,9 +39,17 @@ func UnbalancedQuotes(cmd string) *Error {
 }
 
 // BadEnvKeys is S001: keys of an env object that cannot be variable names. It
-// names all of them.
+// names all of them, as far as a message has room.
 func BadEnvKeys(keys []string) *Error {
-	return invalid("env has keys that are no variable names: %q; a key matches [A-Za-z_][A-Za-z0-9_]*", keys)
+	var list strings.Builder
+	for i, key := range keys {
+		if list.Len() > maxMessage {
+			fmt.Fprintf(&list, " and %d more", len(keys)-i)
+			break
+		}
+		fmt.Fprintf(&list, " %q", clip(key))
+	}
+	return invalid("env has keys that are no variable names:%s; a key matches [A-Za-z_][A-Za-z0-9_]*", &list)
 }
 
 // BadStdin is S001: stdin is not base64.
@@ -73,6 +81,15 @@ func SandboxNotFound(id string) *Error {
 	return &Error{Code: S002, Message: fmt.Sprintf("no sandbox %s", clip(id)), FixNote: noteGone}
 }
 
+// SandboxLost is S002: the sandbox was there until its VM ended by itself. cause
+// tells why and ends with what the VM printed last.
+func SandboxLost(id string, cause error) *Error {
+	return &Error{
+		Code: S002, Message: fmt.Sprintf("no sandbox %s any more: %v", clip(id), cause),
+		FixNote: noteGone, cause: cause,
+	}
+}
+
 // ExecSlotsFull is S003: the sandbox runs as many programs as it may.
 func ExecSlotsFull(id string, limit int) *Error {
 	return &Error{
@@ -93,9 +110,9 @@ func SandboxStopped(id string) *Error {
 // UnknownImage is S100: no image of that name, or one that is not allowed.
 // allowed is the set that would be accepted; it may be empty.
 func UnknownImage(name string, allowed []string) *Error {
-	set := "no image is (image_allowlist is empty; name the ones to allow there, python for example)"
+	set := "no image is (image_allowlist is empty or names none that exists; name the ones to allow there, python for example)"
 	if len(allowed) > 0 {
-		set = "allowed are " + strings.Join(allowed, ", ")
+		set = "allowed are " + clipTo(strings.Join(allowed, ", "), maxMessage)
 	}
 	return &Error{
 		Code:    S100,
@@ -144,17 +161,42 @@ func GuestFailed(cause error) *Error {
 	return &Error{Code: S300, Message: fmt.Sprintf("the sandbox's VM failed: %v", cause), FixNote: notePlatform, cause: cause}
 }
 
+// StoppedMeanwhile is S300: the sandbox was stopped while a program ran in it.
+func StoppedMeanwhile(id string) *Error {
+	return &Error{
+		Code: S300, Message: fmt.Sprintf("sandbox %s was stopped, or ended for being idle, while the program ran", clip(id)),
+		FixNote: noteGone,
+	}
+}
+
 // StartFailed is S300: the guest could not start a program that is there
 // and allowed. cause says why.
 func StartFailed(cause error) *Error {
-	return &Error{Code: S300, Message: fmt.Sprintf("the program was not started: %v", cause), cause: cause}
+	return &Error{
+		Code: S300, Message: fmt.Sprintf("the program was not started: %v", cause),
+		FixNote: "the sandbox is well: change the command, its environment or its workdir as the message says",
+		cause:   cause,
+	}
+}
+
+// NoNetwork is S300: network:true, which this build cannot give.
+func NoNetwork() *Error {
+	return &Error{
+		Code: S300, Message: "network:true is not possible: this build has no network",
+		FixNote: "create the sandbox with network:false and bring files in with fs::write",
+	}
+}
+
+// ShuttingDown is S300: the adapter ends and takes no calls any more.
+func ShuttingDown() *Error {
+	return &Error{Code: S300, Message: "the adapter is shutting down", FixNote: "send the request again when the adapter is back"}
 }
 
 // SandboxLimit is S400: as many sandboxes as allowed are there.
 func SandboxLimit(limit int) *Error {
 	return &Error{
 		Code:    S400,
-		Message: fmt.Sprintf("%d sandboxes are running, the limit (max_concurrent_sandboxes): stop one first", limit),
+		Message: fmt.Sprintf("the limit of %d sandboxes (max_concurrent_sandboxes) is reached: stop one first, with wait:true to be sure that it is gone", limit),
 		FixNote: notePlatform,
 	}
 }
@@ -181,4 +223,14 @@ func DuringRun(step, id string, err error) *Error {
 		Path:    inner.Path,
 		cause:   err,
 	}
+}
+
+// NotReady is S300: the adapter cannot serve yet, or not at all. cause says why.
+func NotReady(cause error) *Error {
+	return &Error{Code: S300, Message: fmt.Sprintf("the adapter is not ready: %v", cause), FixNote: noteRetry, cause: cause}
+}
+
+// TooManyCalls is S400: the adapter is answering as many calls as it can hold.
+func TooManyCalls() *Error {
+	return &Error{Code: S400, Message: "the adapter is answering too many calls at once", FixNote: noteRetry}
 }

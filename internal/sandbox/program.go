@@ -7,17 +7,8 @@ type Program struct {
 	// Lang picks interpreter and file name: see Interpreter.
 	Lang string
 	Code []byte
-	// Files are written before the code, in order.
-	Files []File
 	// Args follow the code's path.
 	Args []string
-}
-
-// File is a file that a program finds in its sandbox.
-type File struct {
-	// Path is absolute in the guest; a relative one starts at "/".
-	Path    string
-	Content []byte
 }
 
 // Interpreter returns the program that runs code of lang and the path the code

@@ -1,0 +1,124 @@
+// Package contract is the surface that callers of the functions see: the requests
+// and replies of sandbox-libkrun::*, their decoding, and their JSON schemas as
+// they are registered with the engine.
+//
+// Names, types, defaults, examples and formats are those of the sandbox contract
+// 1.1 and cannot be chosen here. A request's Go type is the one source of both its
+// decoding and its schema, so that the two cannot differ.
+package contract
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/strictjson"
+)
+
+// Adapter is the adapter's name and Prefix what its functions' ids begin with.
+const (
+	Adapter = "sandbox-libkrun"
+	Prefix  = Adapter + "::"
+)
+
+// The version of the contract that the functions keep.
+const (
+	Major = 1
+	Minor = 1
+)
+
+// Function describes one function.
+type Function struct {
+	// Name is the id without Prefix.
+	Name string
+	// Description is what the engine shows of it.
+	Description string
+	// Request and Response are JSON schemas, draft 7.
+	Request, Response json.RawMessage
+}
+
+// Functions returns every function, in the order of the documentation.
+func Functions() []Function {
+	return []Function{
+		described[CreateRequest, CreateResponse]("create", createText, createExample),
+		described[ExecRequest, ExecResponse]("exec", execText, execExample),
+		described[StopRequest, StopResponse]("stop", stopText, ""),
+		described[ListRequest, ListResponse]("list", listText, ""),
+		described[CatalogListRequest, CatalogListResponse]("catalog::list", catalogText, ""),
+		described[RunRequest, RunResponse]("run", runText, runExample),
+		described[LsRequest, LsResponse]("fs::ls", lsText, lsExample),
+		described[StatRequest, StatResponse]("fs::stat", statText, statExample),
+		described[MkdirRequest, MkdirResponse]("fs::mkdir", mkdirText, mkdirExample),
+		described[RmRequest, RmResponse]("fs::rm", rmText, rmExample),
+		described[ChmodRequest, ChmodResponse]("fs::chmod", chmodText, chmodExample),
+		described[MvRequest, MvResponse]("fs::mv", mvText, mvExample),
+		described[GrepRequest, GrepResponse]("fs::grep", grepText, grepExample),
+		described[SedRequest, SedResponse]("fs::sed", sedText, sedExample),
+		described[WriteRequest, WriteResponse]("fs::write", writeText, writeExample),
+		described[ReadRequest, ReadResponse]("fs::read", readText, readExample),
+		described[AdapterInfoRequest, AdapterInfo]("adapter::info", infoText, ""),
+	}
+}
+
+func described[Req, Resp any](name, text, example string) Function {
+	var req Req
+	var resp Resp
+	applyDefaults(&req)
+	return Function{
+		Name: name, Description: text,
+		Request: requestSchema(req, example), Response: responseSchema(resp),
+	}
+}
+
+// defaulted is a request whose fields have defaults that are not zero.
+type defaulted interface{ applyDefaults() }
+
+func applyDefaults(req any) {
+	if d, ok := req.(defaulted); ok {
+		d.applyDefaults()
+	}
+}
+
+// Decode decodes a request; fields that are not given have their defaults. One
+// that does not decode is S001 and names the field. Req is a request of this
+// package.
+func Decode[Req any](payload json.RawMessage) (Req, error) {
+	var req Req
+	applyDefaults(&req)
+	// A caller without a payload may send null or nothing at all.
+	if _, empty := any(req).(fieldless); empty && absent(payload) {
+		return req, nil
+	}
+	err := strictjson.Unmarshal(payload, &req)
+	var wrong *strictjson.Error
+	switch {
+	case err == nil:
+		return req, nil
+	case !errors.As(err, &wrong):
+		return req, fault.InvalidRequest("%v", err)
+	case wrong.Path == "":
+		return req, fault.InvalidRequest("the payload %s", wrong.Problem)
+	}
+	return req, fault.InvalidRequest("%s %s", wrong.Path, wrong.Problem)
+}
+
+// fieldless is a request that has no fields.
+type fieldless interface{ fieldless() }
+
+func absent(payload json.RawMessage) bool {
+	payload = bytes.TrimSpace(payload)
+	return len(payload) == 0 || string(payload) == "null"
+}
+
+// Encode encodes a reply, with '<', '>' and '&' as they are.
+func Encode(reply any) (json.RawMessage, error) {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(reply); err != nil {
+		return nil, fmt.Errorf("encode the reply: %w", err)
+	}
+	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), nil
+}

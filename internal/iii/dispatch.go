@@ -1,0 +1,142 @@
+package iii
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"runtime/debug"
+)
+
+// dispatch starts the handler of a call that came, with ctx. It does not wait for
+// it.
+func (c *Client) dispatch(ctx context.Context, f frame) {
+	call := Invocation{
+		ID:          f.text("invocation_id"),
+		Function:    f.text("function_id"),
+		Data:        f.value("data"),
+		Metadata:    f.value("metadata"),
+		Traceparent: f.text("traceparent"),
+		Baggage:     f.text("baggage"),
+	}
+	if call.Data == nil {
+		call.Data = json.RawMessage("null")
+	}
+	if err := c.admit(ctx, call); err != nil {
+		c.log.Warn("a call is refused", "function", c.knownName(call.Function), "closing", errors.Is(err, errClosing))
+		c.refuse(call, err)
+	}
+}
+
+// errClosing is what the engine itself tells callers once a worker is gone.
+// It is read-only.
+var errClosing error = &Error{Code: CodeInvocationStopped, Message: "the worker is ending"}
+
+// admit starts the handler of call, or returns why it must not.
+func (c *Client) admit(ctx context.Context, call Invocation) error {
+	size := int64(len(call.Data) + len(call.Metadata))
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closing {
+		return errClosing
+	}
+	if c.calls >= c.options.MaxCalls || c.calls > 0 && c.callBytes+size > maxCallBytes {
+		return c.options.Busy
+	}
+	c.calls++
+	c.callBytes += size
+	c.handlers.Go(func() {
+		defer c.release(size)
+		result, err := c.handle(ctx, call)
+		c.answer(call, result, err)
+	})
+	return nil
+}
+
+// refuse answers a call that was not admitted, unless answering would have to
+// wait: then the caller's own time-out ends it.
+func (c *Client) refuse(call Invocation, reason error) {
+	c.mu.Lock()
+	s := c.current
+	c.mu.Unlock()
+	text, err := encodeResult(call, nil, reason)
+	if err != nil || s == nil {
+		return
+	}
+	select {
+	case s.urgent <- text:
+	default:
+	}
+}
+
+func (c *Client) release(size int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.calls--
+	c.callBytes -= size
+}
+
+// handle runs the function's handler and turns a panic into an error.
+func (c *Client) handle(ctx context.Context, call Invocation) (result json.RawMessage, err error) {
+	f, ok := c.functions[call.Function]
+	if !ok {
+		return nil, &Error{Code: CodeFunctionNotFound, Message: "this worker has no such function"}
+	}
+	defer func() {
+		if p := recover(); p != nil {
+			// Its value may hold what the caller sent.
+			c.log.Error("a handler panicked", "function", f.ID, "type", fmt.Sprintf("%T", p), "stack", string(debug.Stack()))
+			result, err = nil, errors.New("internal error: the function panicked")
+		}
+	}()
+	return f.Handler(ctx, call)
+}
+
+// answer sends the result of a call. Where the connection is gone it waits for the
+// next one.
+func (c *Client) answer(call Invocation, result json.RawMessage, failure error) {
+	text, err := encodeResult(call, result, failure)
+	if err != nil {
+		c.log.Error("a handler's result cannot be sent", "function", c.knownName(call.Function), "error", err)
+		if text, err = encodeResult(call, nil, err); err != nil {
+			return
+		}
+	}
+	// Ends with the client.
+	if _, err := c.send(context.Background(), text); err != nil {
+		c.log.Debug("a result was not sent", "function", c.knownName(call.Function), "error", err)
+	}
+}
+
+// encodeResult makes the message that answers call. Its errors hold nothing of
+// the result.
+func encodeResult(call Invocation, result json.RawMessage, failure error) ([]byte, error) {
+	m := resultMessage{Type: typeResult, ID: call.ID, Function: call.Function, Result: result}
+	if failure != nil {
+		m.Result = nil
+		m.Error = &errorMessage{Code: CodeInvocationFailed, Message: failure.Error()}
+		var e *Error
+		if errors.As(failure, &e) {
+			m.Error = &errorMessage{Code: e.Code, Message: e.Message, Stacktrace: e.Stacktrace}
+		}
+	} else if !json.Valid(result) && result != nil {
+		return nil, errors.New("the result is not JSON")
+	}
+	text, err := encode(m)
+	if err != nil {
+		return nil, errors.New("the result is not JSON")
+	}
+	if len(text) > MaxMessage {
+		return nil, fmt.Errorf("a result of %d bytes: %w", len(text), ErrTooLarge)
+	}
+	return text, nil
+}
+
+// knownName returns the id of a function of ours for a log; whatever else a
+// caller wrote stays out of it.
+func (c *Client) knownName(id string) string {
+	if _, ok := c.functions[id]; ok {
+		return id
+	}
+	return "(unknown)"
+}
