@@ -114,9 +114,15 @@ func (in SnapshotInputs) name() (string, error) {
 	return hex.EncodeToString(sum[:16]), nil
 }
 
+// recent tells whether the file was written less than limit ago. One of the
+// future was not: the clock has been set back since, nobody knows how far.
 func recent(path string, limit time.Duration) bool {
 	info, err := os.Stat(path)
-	return err == nil && time.Since(info.ModTime()) < limit
+	if err != nil {
+		return false
+	}
+	age := time.Since(info.ModTime())
+	return age >= 0 && age < limit
 }
 
 // pruneSnapshots removes what nobody has used for a while: a VM has read its
@@ -138,10 +144,10 @@ func pruneSnapshots(dir string, now time.Time) error {
 			continue
 		}
 		path := filepath.Join(dir, e.Name())
-		switch age := now.Sub(info.ModTime()); {
+		switch {
 		case filepath.Ext(path) == snapshotExt:
 			snapshots = append(snapshots, file{path, info.ModTime()})
-		case filepath.Ext(path) == failedExt && age > retrySnapshot:
+		case filepath.Ext(path) == failedExt && !recent(path, retrySnapshot):
 			errs = append(errs, os.RemoveAll(path))
 		}
 	}

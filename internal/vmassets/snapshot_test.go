@@ -128,6 +128,18 @@ func TestSnapshotIsOfItsInputs(t *testing.T) {
 
 func TestSnapshotThatFailsIsNotTriedAtOnce(t *testing.T) {
 	t.Parallel()
+	for name, later := range map[string]time.Duration{"two minutes later": 2 * time.Minute, "clock set back": -time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			failAndRetry(t, later)
+		})
+	}
+}
+
+// failAndRetry has the making of a snapshot fail, and makes it again when the
+// clock says that later.
+func failAndRetry(t *testing.T, later time.Duration) {
+	t.Helper()
 	root, in := privateDir(t), snapshotInputs(t)
 	broken := errors.New("no such machine")
 	_, err := vmassets.Snapshot(t.Context(), root, in, func(_ context.Context, f *os.File) error {
@@ -143,12 +155,11 @@ func TestSnapshotThatFailsIsNotTriedAtOnce(t *testing.T) {
 	}
 	dir := filepath.Join(root, "snapshots")
 	noTemporaries(t, dir)
-	// A minute later.
 	marks, err := filepath.Glob(filepath.Join(dir, "*.failed"))
 	if err != nil || len(marks) != 1 {
 		t.Fatalf("marks %q, %v", marks, err)
 	}
-	before := time.Now().Add(-2 * time.Minute)
+	before := time.Now().Add(-later)
 	if err := os.Chtimes(marks[0], before, before); err != nil {
 		t.Fatal(err)
 	}

@@ -52,8 +52,8 @@ type Machine struct {
 	Terminal bool
 }
 
-// KernelLog is the file in Cache with what the kernel of the last machine
-// printed.
+// KernelLog is the file in Cache with what the kernel of the machine that ended
+// last printed.
 const KernelLog = "kernel.log"
 
 // Run boots the machine, prints on out what its command prints, and returns the
@@ -75,11 +75,12 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	if err := errors.Join(m.writeArchive(archive, debian), archive.Close()); err != nil {
 		return 0, err
 	}
-	kernelLog := filepath.Join(m.Cache, KernelLog)
-	status, err := m.boot(ctx, out, debian.kernel, archive.Name(), kernelLog)
+	running, ended := strings.TrimSuffix(archive.Name(), ".cpio")+".log", filepath.Join(m.Cache, KernelLog)
+	status, err := m.boot(ctx, out, debian.kernel, archive.Name(), running)
+	_ = os.Rename(running, ended) // there is none if QEMU did not start
 	if err != nil {
-		log, _ := os.ReadFile(kernelLog) // there is none if QEMU did not start
-		return 0, fmt.Errorf("%w\n--- end of %s:\n%s", err, kernelLog, lastLines(log))
+		log, _ := os.ReadFile(ended) // as above
+		return 0, fmt.Errorf("%w\n--- end of %s:\n%s", err, ended, lastLines(log))
 	}
 	return status, nil
 }
@@ -98,7 +99,7 @@ func (m *Machine) boot(ctx context.Context, out io.Writer, kernel, archive, kern
 	cmd := exec.CommandContext(ctx, qemu, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt",
 		"-smp", "2", "-m", strconv.Itoa(m.MemoryMiB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
 		"-serial", serial, "-serial", "file:"+kernelLog,
-		"-kernel", kernel, "-initrd", archive, "-append", "console=ttyS1 oops=panic reboot=t panic=-1 mitigations=off")
+		"-kernel", kernel, "-initrd", archive, "-append", "console=ttyS1 no_timer_check oops=panic reboot=t panic=-1 mitigations=off")
 	if m.Terminal {
 		cmd.Stdin = os.Stdin
 	}
@@ -122,8 +123,20 @@ func (m *Machine) boot(ctx context.Context, out io.Writer, kernel, archive, kern
 	case status >= 0:
 		return status, nil
 	default:
-		return 0, fmt.Errorf("the machine ended without the command's status (%w)\n%s", err, said.String())
+		return 0, errors.Join(errors.New("the machine ended without the command's status"), err, reason(said.String()))
 	}
+}
+
+// reason makes an error of what QEMU said, but for what it says always: features
+// of the CPU that it does not emulate.
+func reason(said string) error {
+	var errs []error
+	for line := range strings.Lines(said) {
+		if !strings.Contains(line, "TCG doesn't support requested feature") {
+			errs = append(errs, errors.New(strings.TrimSpace(line)))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // lastLines is the end of a text.

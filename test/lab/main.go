@@ -32,8 +32,8 @@ import (
 )
 
 // suite is what runs without a command: at most two guests at a time are asked
-// for, and a skip is a failure.
-const suite = "VMTEST_REQUIRE=libkrun exec shimdriver.test -test.run Libkrun -test.v -test.timeout 40m"
+// for, a skip is a failure, and the loads are light (build/soak.sh has others).
+const suite = "VMTEST_REQUIRE=libkrun VMTEST_LIGHT=1 exec shimdriver.test -test.run Libkrun -test.v -test.timeout 40m"
 
 // exitLab is the status of a lab that did not come to run the command.
 const exitLab = 125
@@ -70,7 +70,7 @@ func parse(args []string) (options, error) {
 	case o.shell && flags.NArg() > 0:
 		return o, errors.New("want --shell or a command")
 	case o.shell:
-		o.command = "setsid cttyhack sh -i"
+		o.command = "setsid -c sh -i"
 	case flags.NArg() > 0:
 		o.command = strings.Join(flags.Args(), " ")
 	}
@@ -119,5 +119,9 @@ func command(ctx context.Context, args []string) (int, error) {
 		},
 		Command: o.command, MemoryMiB: o.memory, Timeout: o.timeout, Terminal: o.shell,
 	}
-	return m.Run(ctx, os.Stdout)
+	status, err := m.Run(ctx, os.Stdout)
+	if status != 0 {
+		fmt.Fprintf(os.Stderr, "lab: the log of the machine's kernel is %s\n", filepath.Join(cache, l1.KernelLog))
+	}
+	return status, err
 }

@@ -50,7 +50,13 @@ func (d *Driver) prepareQEMU(ctx context.Context, spec *bootspec.Spec) error {
 		Binary: binary, Machine: machine, TSCKHz: khz,
 		Kernel: kernel.Image, Initramfs: initramfs,
 	}
-	spec.QEMU.Snapshot = d.snapshot(ctx, spec)
+	switch want := d.cfg.Getenv(envSnapshot); want {
+	case "", snapshotOn:
+		spec.QEMU.Snapshot = d.snapshot(ctx, spec)
+	case snapshotOff:
+	default:
+		return fmt.Errorf("%s=%q: it can be %s or %s", envSnapshot, want, snapshotOn, snapshotOff)
+	}
 	return nil
 }
 

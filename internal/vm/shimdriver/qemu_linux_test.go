@@ -86,14 +86,16 @@ func run(t testing.TB, e *vmtest.Env, m *vm.Machine, script string) string {
 	return out
 }
 
-func TestEnvironmentMachineIsChecked(t *testing.T) {
+func TestEnvironmentIsChecked(t *testing.T) {
 	host := vmtest.QEMU(t)
-	e := qemuEnv(t, host, map[string]string{"III_SANDBOX_QEMU_MACHINE": "pc"})
-	_, err := e.Launcher(t).Launch(e.Context(t), e.Request())
-	if err == nil || !strings.Contains(err.Error(), "III_SANDBOX_QEMU_MACHINE") {
-		t.Errorf("error is %v", err)
+	for variable, value := range map[string]string{"III_SANDBOX_QEMU_MACHINE": "pc", "III_SANDBOX_SNAPSHOT": "no"} {
+		e := qemuEnv(t, host, map[string]string{variable: value})
+		_, err := e.Launcher(t).Launch(e.Context(t), e.Request())
+		if err == nil || !strings.Contains(err.Error(), variable+"=\""+value+"\": it can be ") {
+			t.Errorf("error is %v", err)
+		}
+		e.CheckEmpty(t)
 	}
-	e.CheckEmpty(t)
 }
 
 // checkClockRate fails when the guest's clock runs at another speed than the

@@ -19,6 +19,7 @@ const (
 	// envSnapshot switches snapshots off.
 	envSnapshot = "III_SANDBOX_SNAPSHOT"
 	snapshotOff = "off"
+	snapshotOn  = "on"
 	// saveCommand is the shim's command that makes a snapshot: the boot spec on
 	// fd 0, whose end means that the launcher is gone, the file as fd 3.
 	saveCommand = "__vm-save"
@@ -32,9 +33,6 @@ const (
 // for the first VM of its kind. Any failure only costs the time that a boot
 // takes longer, so it is logged and no more.
 func (d *Driver) snapshot(ctx context.Context, spec *bootspec.Spec) string {
-	if d.cfg.Getenv(envSnapshot) == snapshotOff {
-		return ""
-	}
 	shim, err := vmassets.FindShim(d.cfg.Getenv, d.cfg.Roots.VMM())
 	if err != nil {
 		return "" // the boot will tell

@@ -11,6 +11,9 @@ import (
 // programs and reconnections that many times.
 const soakEnv = "VMTEST_SOAK"
 
+// lightEnv, where set, makes them short.
+const lightEnv = "VMTEST_LIGHT"
+
 // Load is how much the suite's long parts do.
 type Load struct {
 	// Streams are the sizes, in bytes, of what goes through one stream, each way.
@@ -32,12 +35,19 @@ func SmallLoad() Load {
 	return Load{Streams: []int64{1 << 20, 64 << 20}, Calls: 20_000, Programs: 500, Reconnects: 20}
 }
 
-// load is the environment's, or what VMTEST_SOAK asks for.
+// lightLoad is for a machine that emulates a machine: each part runs, in minutes.
+func lightLoad() Load {
+	return Load{Streams: []int64{1 << 20, 16 << 20}, Calls: 2000, Programs: 50, Reconnects: 5}
+}
+
+// load is the environment's, or what VMTEST_SOAK or VMTEST_LIGHT ask for.
 func (e *Env) load(t testing.TB) Load {
 	t.Helper()
 	text := os.Getenv(soakEnv)
 	switch {
 	case text != "":
+	case os.Getenv(lightEnv) != "":
+		return lightLoad()
 	case len(e.Load.Streams) == 0:
 		return SmallLoad()
 	default:
