@@ -2,9 +2,14 @@ package iii
 
 import (
 	"net"
+	"sync"
 	"sync/atomic"
 	"time"
 )
+
+// maxGathered is how many bytes a wire gathers before it sends them: more than a
+// channel's largest frame.
+const maxGathered = 2 * chunk
 
 // A wire is a network connection that knows when it last received something, and
 // that can bound how long each read and write waits for the network.
@@ -15,6 +20,11 @@ type wire struct {
 
 	// Nanoseconds; 0 is no bound.
 	readIdle, writeIdle atomic.Int64
+
+	// writing guards what follows, and is held while a write waits.
+	writing   sync.Mutex
+	gathering bool
+	gathered  []byte
 }
 
 func newWire(conn net.Conn) *wire { return &wire{Conn: conn, began: time.Now()} }
@@ -42,7 +52,48 @@ func (w *wire) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// gather keeps what is written until flush, or until it is much. The library
+// writes a frame in pieces of 4 KiB: a system call, and often a wake-up of the
+// peer, for each.
+func (w *wire) gather() {
+	w.writing.Lock()
+	defer w.writing.Unlock()
+	w.gathering = true
+}
+
+// flush sends what was gathered. Writes go out at once from then on.
+func (w *wire) flush() error {
+	w.writing.Lock()
+	defer w.writing.Unlock()
+	w.gathering = false
+	return w.sendGathered()
+}
+
+func (w *wire) sendGathered() error {
+	if len(w.gathered) == 0 {
+		return nil
+	}
+	_, err := w.send(w.gathered)
+	w.gathered = w.gathered[:0]
+	return err
+}
+
 func (w *wire) Write(p []byte) (int, error) {
+	w.writing.Lock()
+	defer w.writing.Unlock()
+	if !w.gathering {
+		return w.send(p)
+	}
+	if len(w.gathered)+len(p) > maxGathered {
+		if err := w.sendGathered(); err != nil {
+			return 0, err
+		}
+	}
+	w.gathered = append(w.gathered, p...)
+	return len(p), nil
+}
+
+func (w *wire) send(p []byte) (int, error) {
 	if idle := time.Duration(w.writeIdle.Load()); idle > 0 {
 		if err := w.SetWriteDeadline(time.Now().Add(idle)); err != nil {
 			return 0, err
