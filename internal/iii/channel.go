@@ -115,6 +115,7 @@ func (c *Client) OpenReader(ctx context.Context, ref ChannelRef, o ChannelOption
 		return nil, err
 	}
 	w.boundReads(o.Idle)
+	w.readAhead()
 	// Memory is bounded by the buffers of who reads, not by the frames.
 	socket.SetReadLimit(-1)
 	return &Reader{

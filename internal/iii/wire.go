@@ -1,6 +1,7 @@
 package iii
 
 import (
+	"bufio"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -17,6 +18,9 @@ type wire struct {
 	net.Conn
 	began time.Time
 	last  atomic.Int64 // nanoseconds since began
+
+	// ahead, where set, is what reads come from: more than was asked for.
+	ahead *bufio.Reader
 
 	// Nanoseconds; 0 is no bound.
 	readIdle, writeIdle atomic.Int64
@@ -39,7 +43,23 @@ func (w *wire) quiet() time.Duration {
 func (w *wire) boundReads(idle time.Duration)  { w.readIdle.Store(int64(idle)) }
 func (w *wire) boundWrites(idle time.Duration) { w.writeIdle.Store(int64(idle)) }
 
+// readAhead makes the reads of a stream few; the library asks for 4 KiB at first.
+// It is called before any other goroutine reads.
+func (w *wire) readAhead() { w.ahead = bufio.NewReaderSize(receiver{w}, maxGathered) }
+
 func (w *wire) Read(p []byte) (int, error) {
+	if w.ahead != nil {
+		return w.ahead.Read(p)
+	}
+	return w.receive(p)
+}
+
+// receiver is a wire without what was read ahead.
+type receiver struct{ *wire }
+
+func (r receiver) Read(p []byte) (int, error) { return r.receive(p) }
+
+func (w *wire) receive(p []byte) (int, error) {
 	if idle := time.Duration(w.readIdle.Load()); idle > 0 {
 		if err := w.SetReadDeadline(time.Now().Add(idle)); err != nil {
 			return 0, err
