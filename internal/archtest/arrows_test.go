@@ -71,7 +71,9 @@ build/upper  ->
 # The benchmark.
 test/bench/sequence ->
 test/bench/probe    -> test/bench/sequence
-test/bench          -> cleanup guest imagestore layout test/bench/sequence vm vm/shimdriver vmassets
+# Through the engine in memory, beside Node; bootspec, shim and vmtest for a fake in
+# the place of krun-shim.
+test/bench          -> bootspec cleanup guest iii iii/iiitest imagestore layout shim test/bench/sequence test/nodesdk vm vm/shimdriver vm/vmtest vmassets
 
 # The engine in memory, in tests and as a program of its own.
 iii/iiitest     -> iii

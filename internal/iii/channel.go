@@ -115,6 +115,7 @@ func (c *Client) OpenReader(ctx context.Context, ref ChannelRef, o ChannelOption
 		return nil, err
 	}
 	w.boundReads(o.Idle)
+	w.readAhead()
 	// Memory is bounded by the buffers of who reads, not by the frames.
 	socket.SetReadLimit(-1)
 	return &Reader{
@@ -257,7 +258,12 @@ func (w *Writer) send(kind websocket.MessageType, p []byte) error {
 	if w.err != nil {
 		return w.err
 	}
-	if err := w.socket.Write(context.Background(), kind, p); err != nil {
+	w.wire.gather()
+	err := w.socket.Write(context.Background(), kind, p)
+	if flushed := w.wire.flush(); err == nil {
+		err = flushed
+	}
+	if err != nil {
 		if w.err = channelError(err, w.cause); errors.Is(w.err, io.EOF) {
 			w.err = ErrChannelLost
 		}

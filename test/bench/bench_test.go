@@ -175,3 +175,51 @@ func TestBootRatioIsThatOfNeighbours(t *testing.T) {
 		t.Errorf("got %+v", r)
 	}
 }
+
+func TestChild(t *testing.T) {
+	t.Parallel()
+	sh, err := exec.LookPath("sh")
+	if err != nil {
+		t.Skip("SKIPPED: no shell")
+	}
+	for script, want := range map[string]string{"echo well": "", "echo sad; exit 3": "exit status 3: sad"} {
+		c, err := startChild(exec.Command(sh, "-c", script))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := c.end(func() {}); (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v", script, err)
+		}
+	}
+	if _, err := startChild(exec.Command("/nonexistent")); err == nil {
+		t.Error("a program that is not there started")
+	}
+}
+
+// As with boots; and ours must be first as often as the base.
+func TestFileRatioIsThatOfNeighbours(t *testing.T) {
+	t.Parallel()
+	s := time.Second
+	r := fileRow("x", []time.Duration{2 * s, 9 * s, 14 * s}, []time.Duration{2 * s, 6 * s, 10 * s})
+	if r.Ratio != 1.4 || !r.OK || r.Ours != 9000 {
+		t.Errorf("got %+v", r)
+	}
+	if r := fileRow("x", []time.Duration{3 * s}, []time.Duration{2 * s}); r.OK {
+		t.Errorf("got %+v", r)
+	}
+	if slices.Equal(inTurn(0), inTurn(1)) || !slices.Equal(inTurn(0), inTurn(2)) {
+		t.Errorf("got %v, %v, %v", inTurn(0), inTurn(1), inTurn(2))
+	}
+}
+
+func TestConfigurationAllowsTheImage(t *testing.T) {
+	t.Parallel()
+	for image, want := range map[string]string{
+		"python": `{"image_allowlist":["python"]}`,
+		"mine":   `{"custom_images":{"mine":"registry.invalid/mine"},"image_allowlist":["mine"]}`,
+	} {
+		if got, err := configuration(options{image: image}); err != nil || got != want {
+			t.Errorf("%s: got %s, %v", image, got, err)
+		}
+	}
+}

@@ -1,9 +1,11 @@
 // Command bench measures the product against the floor that the host sets, both
 // in turn in one run: booting against a bare QEMU, exec against fork and exec
-// in the guest, memory against a bare QEMU's, streams against a pipe. It prints
-// ratios, since a time alone says more about the host than about us.
+// in the guest, memory against a bare QEMU's, streams against a pipe; and through
+// an iii engine, calls against those of a Node worker, files in channels against
+// the agent's streams, the adapter's memory under load against its limit. It
+// prints ratios, since a time alone says more about the host than about us.
 //
-//	go run ./test/bench [--runs 10] [--image python] [--only boot,exec,memory,stream] [--json]
+//	go run ./test/bench [--runs 10] [--image python] [--only boot,exec,memory,stream,call,file,load] [--json]
 //
 // The programs come from bin/ (make build), kernel and images from where the
 // product looks for them. It exits with 1 when a goal is missed.
@@ -35,6 +37,9 @@ import (
 )
 
 func main() {
+	if slices.Equal(os.Args[1:], []string{"__vm-boot"}) {
+		os.Exit(fakeShim()) // see load
+	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	code := command(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
@@ -60,7 +65,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	flags.IntVar(&o.cpus, "cpus", 1, "virtual CPUs of every VM, ours and bare")
 	flags.IntVar(&o.memory, "memory", 512, "memory of every VM in MiB, ours and bare")
 	flags.StringVar(&o.image, "image", "python", "image of our VMs, a layout in the image directory")
-	flags.StringVar(&o.bin, "bin", "bin", "directory with krun-shim and guest-agent")
+	flags.StringVar(&o.bin, "bin", "bin", "directory with adapter, krun-shim and guest-agent")
 	flags.StringVar(&only, "only", strings.Join(parts(), ","), "what to measure, of "+strings.Join(parts(), ","))
 	flags.BoolVar(&o.json, "json", false, "print the result as JSON")
 	flags.BoolVar(&o.quiet, "quiet", false, "print no progress")
@@ -79,7 +84,14 @@ func parse(args []string, stderr io.Writer) (options, error) {
 	return o, nil
 }
 
-func parts() []string { return []string{"boot", "exec", "memory", "stream"} }
+// parts are what can be measured: in VMs of our launcher, and through an engine.
+func parts() []string { return append(machineParts(), "call", "file", "load") }
+
+func machineParts() []string { return []string{"boot", "exec", "memory", "stream"} }
+
+func (o options) anyOf(parts ...string) bool {
+	return slices.ContainsFunc(parts, func(p string) bool { return slices.Contains(o.only, p) })
+}
 
 func command(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	o, err := parse(args, stderr)
@@ -133,18 +145,20 @@ func run(ctx context.Context, o options, stderr io.Writer) (res result, err erro
 	if o.quiet {
 		b.progress = io.Discard
 	}
-	probe, err := buildProbe(ctx, dir)
-	if err != nil {
-		return res, err
-	}
 	closeImage, err := b.prepare(ctx, o, stderr)
 	if err != nil {
 		return res, err
 	}
 	undo.Add(closeImage)
 	res = result{Runs: o.runs, Host: fmt.Sprintf("%d cores %s", runtime.NumCPU(), runtime.GOARCH)}
-	res.Rows, err = b.measure(ctx, o, dir, probe)
-	b.note("")
+	defer b.note("")
+	if o.anyOf(machineParts()...) {
+		if res.Rows, err = b.measure(ctx, o, dir); err != nil {
+			return res, err
+		}
+	}
+	rows, err := b.throughEngine(ctx, o, dir)
+	res.Rows = append(res.Rows, rows...)
 	return res, err
 }
 
@@ -205,7 +219,11 @@ func buildProbe(ctx context.Context, dir string) ([]byte, error) {
 }
 
 // measure runs the parts on one long-lived VM, and the boots on their own.
-func (b *bench) measure(ctx context.Context, o options, dir string, probe []byte) (rows []row, err error) {
+func (b *bench) measure(ctx context.Context, o options, dir string) (rows []row, err error) {
+	probe, err := buildProbe(ctx, dir)
+	if err != nil {
+		return nil, err
+	}
 	b.note("first boot")
 	m, err := b.launcher.Launch(ctx, b.request)
 	if err != nil {
@@ -302,4 +320,42 @@ func (b *bench) allExecs(ctx context.Context, m *vm.Machine) ([]row, error) {
 	}
 	second, err := b.execs(ctx, m, "python3 -c pass", 4, python, "-c", "pass")
 	return []row{first, second}, err
+}
+
+// throughEngine runs the parts in which the adapter serves.
+func (b *bench) throughEngine(ctx context.Context, o options, dir string) (rows []row, err error) {
+	entry, err := configuration(o)
+	if err != nil {
+		return nil, err
+	}
+	var undo cleanup.Stack
+	defer func() { err = errors.Join(err, undo.Run()) }()
+	if o.anyOf("call", "file") {
+		s, err := serve(ctx, &undo, o.bin, filepath.Join(dir, "s"), entry)
+		if err != nil {
+			return nil, err
+		}
+		if o.anyOf("call") {
+			list, err := b.calls(ctx, s, &undo)
+			if err != nil {
+				return nil, err
+			}
+			rows = append(rows, list...)
+		}
+		if o.anyOf("file") {
+			list, err := b.files(ctx, o, s)
+			if err != nil {
+				return nil, err
+			}
+			rows = append(rows, list...)
+		}
+	}
+	if o.anyOf("load") {
+		list, err := b.load(ctx, o, filepath.Join(dir, "l"), entry)
+		if err != nil {
+			return nil, err
+		}
+		rows = append(rows, list...)
+	}
+	return rows, nil
 }

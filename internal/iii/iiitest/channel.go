@@ -1,6 +1,7 @@
 package iiitest
 
 import (
+	"bytes"
 	"context"
 	"crypto/subtle"
 	"net"
@@ -17,6 +18,8 @@ const (
 	maxBuffer     = 1024
 	// unusedAge is the age at which a channel with an unconnected end is removed.
 	unusedAge = 5 * time.Minute
+	// usualFrame is the largest frame that SDKs send.
+	usualFrame = 64 << 10
 )
 
 // A channel carries frames from its writer to its reader.
@@ -140,8 +143,13 @@ func (e *Engine) feedReader(ctx context.Context, c *channel, socket *websocket.C
 // nothing, which slows the writer down.
 func (e *Engine) drainWriter(ctx context.Context, c *channel, socket *websocket.Conn, conn net.Conn) {
 	for {
-		kind, data, err := socket.Read(ctx)
+		kind, frame, err := socket.Reader(ctx)
 		if err != nil {
+			return
+		}
+		// Room for a usual frame, and for the read that finds its end.
+		data := bytes.NewBuffer(make([]byte, 0, usualFrame+bytes.MinRead))
+		if _, err := data.ReadFrom(frame); err != nil {
 			return
 		}
 		select {
@@ -151,7 +159,7 @@ func (e *Engine) drainWriter(ctx context.Context, c *channel, socket *websocket.
 		default:
 		}
 		select {
-		case c.queue <- part{kind, data}:
+		case c.queue <- part{kind, data.Bytes()}:
 		case <-c.gone:
 			_ = conn.Close()
 			return

@@ -54,6 +54,9 @@ type Fake struct {
 // Fake is a driver.
 var _ vm.Driver = (*Fake)(nil)
 
+// Hypervisor is the machine of a Fake alone, for a shim in another process.
+func (f *Fake) Hypervisor() shim.Hypervisor { return &fakeMachine{fake: f} }
+
 // Prepare makes a file for the upper that is none.
 func (f *Fake) Prepare(_ context.Context, spec *bootspec.Spec) error {
 	switch spec.VMM {
