@@ -5,11 +5,15 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 )
+
+// patience bounds every wait for what has to happen.
+const patience = 30 * time.Second
 
 // host is a machine with a Manager on it. Its VMs are everything but the machine:
 // programs and files are this host's.

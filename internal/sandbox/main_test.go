@@ -26,9 +26,6 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience bounds every wait for what has to happen.
-const patience = 30 * time.Second
-
 // addImage puts a tiny image into the folder of layouts.
 func addImage(t testing.TB, layouts, name string) {
 	t.Helper()
