@@ -66,17 +66,17 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	// A name of its own: another machine may run.
-	archive, err := os.CreateTemp(m.Cache, "l1-*.cpio")
+	// QEMU has it open as file 3; a name would be left behind by a kill.
+	archive, err := os.CreateTemp(m.Cache, "l1-*")
 	if err != nil {
 		return 0, err
 	}
-	defer func() { _ = os.Remove(archive.Name()) }()
-	if err := errors.Join(m.writeArchive(archive, debian), archive.Close()); err != nil {
+	defer func() { _ = archive.Close() }()
+	if err := errors.Join(os.Remove(archive.Name()), m.writeArchive(archive, debian)); err != nil {
 		return 0, err
 	}
-	running, ended := strings.TrimSuffix(archive.Name(), ".cpio")+".log", filepath.Join(m.Cache, KernelLog)
-	status, err := m.boot(ctx, out, debian.kernel, archive.Name(), running)
+	running, ended := archive.Name()+".log", filepath.Join(m.Cache, KernelLog)
+	status, err := m.boot(ctx, out, debian.kernel, archive, running)
 	_ = os.Rename(running, ended) // there is none if QEMU did not start
 	if err != nil {
 		log, _ := os.ReadFile(ended) // as above
@@ -87,7 +87,7 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 
 // boot runs QEMU. The command's terminal is the first serial port, the kernel's
 // console the second.
-func (m *Machine) boot(ctx context.Context, out io.Writer, kernel, archive, kernelLog string) (int, error) {
+func (m *Machine) boot(ctx context.Context, out io.Writer, kernel string, archive *os.File, kernelLog string) (int, error) {
 	qemu, err := vmassets.FindQEMU(os.Getenv, "amd64")
 	if err != nil {
 		return 0, err
@@ -99,7 +99,8 @@ func (m *Machine) boot(ctx context.Context, out io.Writer, kernel, archive, kern
 	cmd := exec.CommandContext(ctx, qemu, "-M", "q35", "-accel", "tcg,thread=multi", "-cpu", "EPYC,+svm,+npt",
 		"-smp", "2", "-m", strconv.Itoa(m.MemoryMiB), "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
 		"-serial", serial, "-serial", "file:"+kernelLog,
-		"-kernel", kernel, "-initrd", archive, "-append", "console=ttyS1 no_timer_check oops=panic reboot=t panic=-1 mitigations=off")
+		"-kernel", kernel, "-initrd", "/dev/fd/3", "-append", "console=ttyS1 no_timer_check oops=panic reboot=t panic=-1 mitigations=off")
+	cmd.ExtraFiles = []*os.File{archive}
 	if m.Terminal {
 		cmd.Stdin = os.Stdin
 	}

@@ -2,7 +2,7 @@
 // emulated machine (test/l1) that has it. What is built here runs in that machine,
 // and real guests of the real libkrun in it.
 //
-//	go run ./test/lab [--shell] [--memory 3072] [--timeout 45m] [-- COMMAND ...]
+//	go run ./test/lab [--shell] [--memory 3072] [--timeout 55m] [-- COMMAND ...]
 //
 // Without a command it runs the VM suite on libkrun, without skips. The programs
 // come from bin/ (make build), the image busybox from where the product looks for
@@ -33,13 +33,13 @@ import (
 
 // suite is what runs without a command: at most two guests at a time are asked
 // for, a skip is a failure, and the loads are light (build/soak.sh has others).
-const suite = "VMTEST_REQUIRE=libkrun VMTEST_LIGHT=1 exec shimdriver.test -test.run Libkrun -test.v -test.timeout 40m"
+const suite = "VMTEST_REQUIRE=libkrun VMTEST_LIGHT=1 exec shimdriver.test -test.run Libkrun -test.v -test.timeout 50m"
 
 // exitLab is the status of a lab that did not come to run the command.
 const exitLab = 125
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
 	status, err := command(ctx, os.Args[1:])
 	stop()
 	if err != nil {
@@ -62,7 +62,7 @@ func parse(args []string) (options, error) {
 	flags := flag.NewFlagSet("lab", flag.ContinueOnError)
 	flags.BoolVar(&o.shell, "shell", false, "an interactive shell instead of a command; Ctrl-A X ends it")
 	flags.IntVar(&o.memory, "memory", 3072, "memory of the machine in MiB")
-	flags.DurationVar(&o.timeout, "timeout", 45*time.Minute, "how long it may run")
+	flags.DurationVar(&o.timeout, "timeout", 55*time.Minute, "how long it may run")
 	if err := flags.Parse(args); err != nil {
 		return o, err
 	}
