@@ -440,7 +440,7 @@ func FuzzDecode(f *testing.F) {
 	decode := decoders()
 	f.Fuzz(func(t *testing.T, name string, payload []byte) {
 		if decode[name] == nil {
-			t.Skip()
+			t.Skip("SKIPPED: no such function")
 		}
 		if _, err := decode[name](payload); err != nil && !errors.Is(err, fault.S001) {
 			t.Errorf("%s of %q: %v is not S001", name, payload, err)
