@@ -159,6 +159,8 @@ func TestKilledShimOfKeptVMLeavesNothing(t *testing.T) {
 	if err := other.End(); !strings.Contains(err.Error(), "killed") {
 		t.Errorf("end is %v", err)
 	}
+	// Both handles remove the directory; the one that comes second does not wait.
+	e.Await(t, m.Done(), "the end of the launcher's handle")
 	if _, err := os.Stat(e.Roots.Machine(m.ID()).Dir); err == nil {
 		t.Error("the directory is left")
 	}
