@@ -6,12 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"os/exec"
 	"path"
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
 
 // step changes the merged tree as maintainer scripts would have. A step may run
@@ -230,7 +231,7 @@ func busybox(ctx context.Context, t *tree, dir string) error {
 		return err
 	}
 	bin := filepath.Join(dir, "busybox")
-	if err := os.WriteFile(bin, data, 0o700); err != nil {
+	if err := proc.WriteProgram(bin, data); err != nil {
 		return err
 	}
 	out, err := exec.CommandContext(ctx, bin, "--list-full").Output()

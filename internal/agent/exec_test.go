@@ -18,6 +18,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	guestv1 "github.com/iii-hq/workers/sandbox-libkrun/api/guest/v1"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
 
 func TestExec(t *testing.T) {
@@ -64,7 +66,7 @@ func TestSpawnErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	garbage := file + "x"
-	if err := os.WriteFile(garbage, []byte{1, 2, 3}, 0o700); err != nil {
+	if err := proc.WriteProgram(garbage, []byte{1, 2, 3}); err != nil {
 		t.Fatal(err)
 	}
 	for _, c := range []struct {

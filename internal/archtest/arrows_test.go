@@ -65,7 +65,7 @@ cmd/guest-agent -> agent agent/boot agent/procs agentlink
 
 # Programs of the build.
 build/docs   -> contract fault
-build/images -> cleanup flock layout
+build/images -> cleanup flock layout proc
 build/upper  ->
 
 # The benchmark.

@@ -21,6 +21,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cli"
 	roots "github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 )
@@ -182,7 +183,7 @@ func TestRun_CommandOfTheImage(t *testing.T) {
 	h.adapter("", "run", "--image", "python", "--", "/no/such/program").want(t, 127, "", "exec: /no/such/program: not found\n")
 	h.adapter("", "run", "--image", "python", "--", "/etc/passwd").want(t, 126, "", "exec: /etc/passwd: permission denied\n")
 	script := filepath.Join(h.dir, "script")
-	if err := os.WriteFile(script, []byte("echo no first line"), 0o700); err != nil {
+	if err := proc.WriteProgram(script, []byte("echo no first line")); err != nil {
 		t.Fatal(err)
 	}
 	h.adapter("", "run", "--image", "python", "--", script).want(t, 125, "", "adapter: the program was not started: ")

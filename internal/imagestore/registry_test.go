@@ -21,6 +21,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
 
 func TestPullMergesLayersOfEveryCompression(t *testing.T) {
@@ -456,7 +457,7 @@ func TestDockerConfig(t *testing.T) {
 	withPassword(srv, "me", "secret")
 	bin := t.TempDir()
 	helper := "#!/bin/sh\nread host\necho '{\"Username\":\"me\",\"Secret\":\"secret\"}'\n"
-	if err := os.WriteFile(filepath.Join(bin, "docker-credential-iiitest"), []byte(helper), 0o755); err != nil {
+	if err := proc.WriteProgram(filepath.Join(bin, "docker-credential-iiitest"), []byte(helper)); err != nil {
 		t.Fatal(err)
 	}
 	t.Setenv("PATH", bin+":"+os.Getenv("PATH"))

@@ -9,6 +9,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 )
@@ -17,7 +18,7 @@ import (
 // and returns an environment in which it is found.
 func (h *host) program(t testing.TB, name, script string) sandbox.Env {
 	t.Helper()
-	if err := os.WriteFile(filepath.Join(h.files, name), []byte("#!/bin/sh\n"+script), 0o700); err != nil {
+	if err := proc.WriteProgram(filepath.Join(h.files, name), []byte("#!/bin/sh\n"+script)); err != nil {
 		t.Fatal(err)
 	}
 	return sandbox.Env{List: []string{"PATH=" + h.files + ":/bin:/usr/bin", "A=b"}}

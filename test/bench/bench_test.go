@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
 
 // ourQEMU is a command line as our shim makes it, in short.
@@ -54,7 +56,7 @@ func fakeQEMU(t *testing.T, script string) *floor {
 		t.Skip("SKIPPED: no shell")
 	}
 	file := filepath.Join(t.TempDir(), "qemu")
-	if err := os.WriteFile(file, []byte("#!"+sh+"\n"+script), 0o700); err != nil {
+	if err := proc.WriteProgram(file, []byte("#!"+sh+"\n"+script)); err != nil {
 		t.Fatal(err)
 	}
 	f, err := newFloor(ourQEMU(file), "/init.cpio", "/disk")

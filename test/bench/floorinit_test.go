@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
@@ -53,7 +54,7 @@ func TestFloorInitRuns(t *testing.T) {
 		t.Skipf("SKIPPED: %v", err)
 	}
 	file := filepath.Join(t.TempDir(), "init")
-	if err := os.WriteFile(file, program, 0o700); err != nil {
+	if err := proc.WriteProgram(file, program); err != nil {
 		t.Fatal(err)
 	}
 	cmd := exec.CommandContext(t.Context(), file)

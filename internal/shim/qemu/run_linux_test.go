@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/qemu"
 )
@@ -29,7 +30,7 @@ func TestSnapshotThatIsNoFile(t *testing.T) {
 			s := spec("q35")
 			s.QEMU.Binary, s.QEMU.Snapshot = filepath.Join(dir, "qemu"), filepath.Join(dir, "snapshot")
 			script := "#!/bin/sh\ncase \"$*\" in *-incoming*) exit 1;; esac\n"
-			if err := os.WriteFile(s.QEMU.Binary, []byte(script), 0o700); err != nil {
+			if err := proc.WriteProgram(s.QEMU.Binary, []byte(script)); err != nil {
 				t.Fatal(err)
 			}
 			if err := spoil(s.QEMU.Snapshot); err != nil {

@@ -40,7 +40,7 @@ func newRig(t *testing.T, script string) *rig {
 		}
 	}
 	shim := filepath.Join(files.Dir, "script")
-	if err := os.WriteFile(shim, []byte("#!/bin/sh\nDIR="+files.Dir+"\n"+script), 0o700); err != nil {
+	if err := proc.WriteProgram(shim, []byte("#!/bin/sh\nDIR="+files.Dir+"\n"+script)); err != nil {
 		t.Fatal(err)
 	}
 	lock, err := os.Create(files.Lock())
@@ -250,7 +250,7 @@ func TestReleaseTellsTheShim(t *testing.T) {
 func TestNoProgram(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, "")
-	if err := os.WriteFile(filepath.Join(r.files.Dir, "script"), []byte("\x7fELFnonsense"), 0o700); err != nil {
+	if err := proc.WriteProgram(filepath.Join(r.files.Dir, "script"), []byte("\x7fELFnonsense")); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := r.start(t); err == nil || !strings.Contains(err.Error(), "must be a program for this host") {
@@ -270,7 +270,7 @@ func TestMissingPartsAreNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	program := filepath.Join(dir, "program")
-	if err := os.WriteFile(program, []byte("#!/bin/sh\n"), 0o700); err != nil {
+	if err := proc.WriteProgram(program, []byte("#!/bin/sh\n")); err != nil {
 		t.Fatal(err)
 	}
 	for name, tt := range map[string]struct {

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/shimdriver"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
@@ -159,7 +160,7 @@ func TestSnapshotThatCannotBeMade(t *testing.T) {
 			e := ownSnapshots(t, nil)
 			script := filepath.Join(t.TempDir(), "krun-shim")
 			body := "#!/bin/sh\nif [ \"$1\" = __vm-save ]; then " + save + "; fi\nexec " + host.Shim + " \"$@\"\n"
-			if err := os.WriteFile(script, []byte(body), 0o700); err != nil {
+			if err := proc.WriteProgram(script, []byte(body)); err != nil {
 				t.Fatal(err)
 			}
 			var err error
