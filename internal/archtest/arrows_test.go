@@ -18,7 +18,7 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup flock proc agentlink bootspec erofs iii krun strictjson agent/rexp ->
+fault layout cleanup flock proc agentlink bootspec egress erofs iii krun strictjson agent/rexp ->
 
 # Data and single outside things.
 catalog    -> fault
@@ -28,6 +28,7 @@ contract   -> fault strictjson
 # layout for its check that a directory is the user's own.
 imagestore -> cleanup erofs flock layout
 vmassets   -> flock layout
+netstack   -> egress
 # agentlink for the version of the protocol.
 guest      -> agentlink api/guest/v1 fault
 
