@@ -171,7 +171,7 @@ func TestBadInput(t *testing.T) {
 		{"no spec", []string{commandBoot, "--console"}, exitUsage, "want --spec FILE"},
 		{"spec that is missing", []string{commandBoot, "--spec", "/no/such"}, spec, "no such file"},
 		{"no JSON", []string{commandBoot, "--spec", text("{")}, spec, "boot spec"},
-		{"unknown field", []string{commandBoot, "--spec", text(`{"version":1,"colour":1}`)}, spec, "colour"},
+		{"unknown field", []string{commandBoot, "--spec", text(`{"version":2,"colour":1}`)}, spec, "colour"},
 		{"other version", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.Version = 9 })}, spec, "version is 9"},
 		{"no kernel", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Kernel = "/no/kernel" })}, spec, "adapter vmm setup"},
 		{"initramfs that is a directory", []string{commandBoot, "--spec", changed(func(s *bootspec.Spec) { s.QEMU.Initramfs = s.Dir })}, spec, "not a regular file"},

@@ -22,7 +22,7 @@ import (
 
 // Version is the version of the document. A shim or agent that gets another one
 // refuses it and names both.
-const Version = 1
+const Version = 2
 
 // MaxSize is the most bytes that a document may have, and MaxEnv what the guest
 // environment may take of it: it must fit the 1 MiB frame of iii.env with its
@@ -94,6 +94,10 @@ type Spec struct {
 	QEMU    *QEMUSpec    `json:"qemu,omitempty"`
 	Libkrun *LibkrunSpec `json:"libkrun,omitempty"`
 
+	// Network is set, as is Guest.Interface, for a VM with a network; without it
+	// the guest has no device and no way to any.
+	Network *Network `json:"network,omitempty"`
+
 	Guest Guest `json:"guest"`
 }
 
@@ -151,6 +155,8 @@ type Guest struct {
 	Env []string `json:"env"`
 	// NoFile is the limit on open files, soft and hard; 0 leaves 65536.
 	NoFile uint64 `json:"nofile,omitempty"`
+	// Interface is nil for a guest without a network.
+	Interface *Interface `json:"interface,omitempty"`
 }
 
 // IdleTimeout is IdleTimeoutMs as a duration.
@@ -193,6 +199,14 @@ func (s *Spec) Validate() error {
 		bad("qemu.tsc_khz must be set for machine microvm")
 	case s.VMM != QEMU && s.VMM != Libkrun:
 		bad("vmm is %q, not %q or %q", s.VMM, QEMU, Libkrun)
+	}
+	if (s.Network == nil) != (s.Guest.Interface == nil) {
+		bad("network and guest.interface must both be set, or neither")
+	}
+	if s.Network != nil {
+		if err := s.Network.Validate(); err != nil {
+			bad("network: %w", err)
+		}
 	}
 	if err := s.Guest.Validate(); err != nil {
 		bad("guest: %w", err)
@@ -246,8 +260,19 @@ func (g *Guest) Validate() error {
 	if !validHostname(g.Hostname) {
 		errs = append(errs, fmt.Errorf("hostname %q is not a DNS label (1 to 63 of a-z, 0-9, '-')", g.Hostname))
 	}
+	if g.Interface != nil {
+		if err := g.Interface.Validate(); err != nil {
+			errs = append(errs, fmt.Errorf("interface: %w", err))
+		}
+	}
+	return errors.Join(append(errs, checkEnv(g.Env)...)...)
+}
+
+// checkEnv names every fault of a guest's environment.
+func checkEnv(env []string) []error {
+	var errs []error
 	size := 0
-	for i, kv := range g.Env {
+	for i, kv := range env {
 		size += len(kv) + 1
 		key, _, ok := strings.Cut(kv, "=")
 		switch {
@@ -261,10 +286,10 @@ func (g *Guest) Validate() error {
 	}
 	if size > MaxEnv {
 		errs = append(errs, fmt.Errorf("the environment has %d bytes, more than %d", size, MaxEnv))
-	} else if quoted, err := json.Marshal(g.Env); err != nil || len(quoted) > maxQuotedEnv {
+	} else if quoted, err := json.Marshal(env); err != nil || len(quoted) > maxQuotedEnv {
 		errs = append(errs, fmt.Errorf("the environment has %d bytes as JSON, more than %d: it has too many control characters", len(quoted), maxQuotedEnv))
 	}
-	return errors.Join(errs...)
+	return errs
 }
 
 func validHostname(name string) bool {

@@ -5,13 +5,16 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"net/netip"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
 	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 )
 
 func valid() *bootspec.Spec {
@@ -22,9 +25,13 @@ func valid() *bootspec.Spec {
 		QEMU: &bootspec.QEMUSpec{Binary: "/qemu", Machine: "microvm", TSCKHz: 2_400_000, Kernel: "/vmlinux", Initramfs: "/initramfs"},
 		Guest: bootspec.Guest{
 			Version: bootspec.Version, Token: strings.Repeat("0f", 16), Hostname: "sandbox", Env: []string{"A=1", "B=<&>\n\u2028"}, NoFile: 1024,
+			Interface: bootspec.NewInterface(1500, true),
 		},
+		Network: &bootspec.Network{Policy: open(), Publish: []bootspec.PublishedPort{{Host: 8080, Guest: 80}, {Guest: 443}, {Guest: 444}}},
 	}
 }
+
+func open() egress.Policy { return egress.Policy{Mode: egress.Open, HostPorts: []uint16{8000}} }
 
 func encode(t testing.TB, s *bootspec.Spec) []byte {
 	t.Helper()
@@ -56,7 +63,7 @@ func TestRoundTrip(t *testing.T) {
 func TestValidateNamesEveryFault(t *testing.T) {
 	t.Parallel()
 	for want, change := range map[string]func(*bootspec.Spec){
-		"version is 2":          func(s *bootspec.Spec) { s.Version = 2 },
+		"version is 1":          func(s *bootspec.Spec) { s.Version = 1 },
 		"id is empty":           func(s *bootspec.Spec) { s.ID = "" },
 		"lifetime is":           func(s *bootspec.Spec) { s.Lifetime = "eternal" },
 		"idle_timeout_ms":       func(s *bootspec.Spec) { s.IdleTimeoutMs = -1 },
@@ -73,7 +80,26 @@ func TestValidateNamesEveryFault(t *testing.T) {
 		"libkrun.firmware is \"fw\"": func(s *bootspec.Spec) {
 			s.Libkrun = &bootspec.LibkrunSpec{Library: "/lib", Firmware: "fw", Root: "/root"}
 		},
-		"libkrun.root is empty": func(s *bootspec.Spec) { s.Libkrun = &bootspec.LibkrunSpec{Library: "/lib", Firmware: "/fw"} },
+		"libkrun.root is empty":     func(s *bootspec.Spec) { s.Libkrun = &bootspec.LibkrunSpec{Library: "/lib", Firmware: "/fw"} },
+		"guest.interface must both": func(s *bootspec.Spec) { s.Guest.Interface = nil },
+		"network: policy: mode":     func(s *bootspec.Spec) { s.Network.Policy.Mode = "ajar" },
+		"policy: mode is off":       func(s *bootspec.Spec) { s.Network.Policy = egress.Policy{Mode: egress.Off} },
+		"publish[0].guest is 0":     func(s *bootspec.Spec) { s.Network.Publish[0].Guest = 0 },
+		"published twice":           func(s *bootspec.Spec) { s.Network.Publish[1].Host = 8080 },
+		"publish has 65": func(s *bootspec.Spec) {
+			s.Network.Publish = slices.Repeat([]bootspec.PublishedPort{{Guest: 1}}, 65)
+		},
+		"interface: mac":                  func(s *bootspec.Spec) { s.Guest.Interface.MAC = "01:00:5e:00:00:01" },
+		"mtu is 1279":                     func(s *bootspec.Spec) { s.Guest.Interface.MTU = 1279 },
+		"mtu is 65521":                    func(s *bootspec.Spec) { s.Guest.Interface.MTU = 65521 },
+		"0 addresses":                     func(s *bootspec.Spec) { s.Guest.Interface.Addresses = nil },
+		"addresses[0] is 127":             func(s *bootspec.Spec) { s.Guest.Interface.Addresses[0] = netip.MustParsePrefix("127.0.0.1/8") },
+		"addresses[1] is the":             func(s *bootspec.Spec) { s.Guest.Interface.Addresses[1] = s.Guest.Interface.Addresses[0] },
+		"198.18.0.2/30, which no gateway": func(s *bootspec.Spec) { s.Guest.Interface.Gateways[0] = netip.MustParseAddr("10.0.0.1") },
+		"fd9c:3f1e:7a52::2/64, which":     func(s *bootspec.Spec) { s.Guest.Interface.Gateways[1] = s.Guest.Interface.Gateways[0] },
+		"name_servers[0] is 0.0.0.0": func(s *bootspec.Spec) {
+			s.Guest.Interface.NameServers = []netip.Addr{netip.IPv4Unspecified()}
+		},
 		"vmm is \"xen\"":        func(s *bootspec.Spec) { s.VMM = "xen" },
 		"guest: version is 0":   func(s *bootspec.Spec) { s.Guest.Version = 0 },
 		"token is not":          func(s *bootspec.Spec) { s.Guest.Token = "short" },
@@ -113,11 +139,11 @@ func TestReadRefuses(t *testing.T) {
 		"magic":      {"IIISPEC9" + string(good[8:]), "begins with"},
 		"length":     {"IIISPEC1xxxxxxxx", "not a hexadecimal"},
 		"too long":   {"IIISPEC1fffffff0", "not a hexadecimal number up to"},
-		"field":      {framed(`{"version":1,"colour":"red"}`), "unknown field"},
-		"newer":      {framed(`{"version":2,"colour":"red"}`), "version is 2"},
-		"two values": {framed(`{"version":1}{}`), "more than one"},
+		"field":      {framed(`{"version":2,"colour":"red"}`), "unknown field"},
+		"older":      {framed(`{"version":1,"colour":"red"}`), "version is 1"},
+		"two values": {framed(`{"version":2}{}`), "more than one"},
 		"no object":  {framed(`[]`), "cannot unmarshal"},
-		"invalid":    {framed(`{"version":1}`), "id is empty"},
+		"invalid":    {framed(`{"version":2}`), "id is empty"},
 	} {
 		if _, err := bootspec.Read(strings.NewReader(tt.in)); err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("%s: %v", name, err)
@@ -200,8 +226,8 @@ func TestStatusesAreTheClasses(t *testing.T) {
 func FuzzRead(f *testing.F) {
 	f.Add(encode(f, valid()))
 	f.Add([]byte("IIISPEC1000000"))
-	f.Add([]byte(framed(`{"version":1,"qemu":null}`)))
-	f.Add([]byte(framed(`{"version":1,"vmm":"qemu","guest":{"env":[null]}}`)))
+	f.Add([]byte(framed(`{"version":2,"qemu":null}`)))
+	f.Add([]byte(framed(`{"version":2,"vmm":"qemu","guest":{"env":[null]}}`)))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		s, err := bootspec.Read(bytes.NewReader(in))
 		if err != nil {

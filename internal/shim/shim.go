@@ -57,6 +57,9 @@ type Devices struct {
 	Console *os.File
 	// Log is a pipe that takes what the VMM itself prints.
 	Log *os.File
+	// Network is the stream socket behind the network device, each frame after its
+	// length as four bytes, big-endian; nil where the spec has no network.
+	Network *os.File
 	// Started tells the process id of the VMM, for Status and Stats.
 	Started func(pid int)
 	// Offer gives the shim a connection that came from the guest. The shim

@@ -95,6 +95,11 @@ func Boot(ctx context.Context, log *slog.Logger) (*Guest, error) {
 	if err := g.modules.load(aboutThisVM); err != nil {
 		return nil, err
 	}
+	if g.spec.Interface != nil {
+		if err := configureInterface(ctx, g.spec.Interface); err != nil {
+			return nil, fmt.Errorf("network: %w", err)
+		}
+	}
 	way, err := openLink(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("link to the shim: %w", err)
@@ -182,7 +187,7 @@ func (g *Guest) settle() {
 		{"device nodes", func() error { return hideDevices("/dev") }},
 		{"/tmp", func() error { return ensureDir("/tmp", 0o1777, true) }},
 		{"host name", func() error { return unix.Sethostname([]byte(g.spec.Hostname)) }},
-		{"/etc", func() error { return writeEtc("/etc", g.spec.Hostname) }},
+		{"/etc", func() error { return writeEtc("/etc", g.spec) }},
 		{"limit on open files", func() error { return limitFiles(g.spec.NoFile) }},
 	} {
 		if err := step.do(); err != nil {

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 )
 
 func TestEnvironment(t *testing.T) {
@@ -114,7 +116,7 @@ func TestWriteEtc(t *testing.T) {
 				t.Fatal(err)
 			}
 			for range 2 { // a persistent disk boots again and again
-				if err := writeEtc(etc, "box"); err != nil {
+				if err := writeEtc(etc, &bootspec.Guest{Hostname: "box"}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -134,7 +136,7 @@ func TestWriteEtc(t *testing.T) {
 		if err := unix.Mkfifo(etc+"/hosts", 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if err := writeEtc(etc, "box"); err == nil || !strings.Contains(err.Error(), "left alone") {
+		if err := writeEtc(etc, &bootspec.Guest{Hostname: "box"}); err == nil || !strings.Contains(err.Error(), "left alone") {
 			t.Errorf("a fifo as hosts file: %v", err)
 		}
 	})

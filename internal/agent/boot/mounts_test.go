@@ -13,6 +13,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 )
 
 func TestEnsureDir(t *testing.T) {
@@ -134,7 +136,7 @@ func enterStrangeImage(dir string) error {
 	if err := mountAll(list); err != nil {
 		return err
 	}
-	if err := errors.Join(linkDevices("/dev"), ensureDir("/tmp", 0o1777, true), writeEtc("/etc", "strange"), loopbackUp()); err != nil {
+	if err := errors.Join(linkDevices("/dev"), ensureDir("/tmp", 0o1777, true), writeEtc("/etc", &bootspec.Guest{Hostname: "strange"}), loopbackUp()); err != nil {
 		return err
 	}
 	for path, want := range map[string]int64{

@@ -59,6 +59,10 @@ func (r *recorder) AddConsolePortInOut(console uint32, name string, in, out int)
 	return r.call("add_console_port_inout console=%d name=%s in=%d out=%d", console, name, in, out)
 }
 
+func (r *recorder) AddNetUnixStream(file string, fd int, mac [6]byte, features, flags uint32) error {
+	return r.call("add_net_unixstream file=%q fd=%d mac=%x features=%d flags=%d", file, fd, mac, features, flags)
+}
+
 func (r *recorder) SetExec(program string, args, env []string) error {
 	return r.call("set_exec program=%s args=%q env=%q", program, args, env)
 }
@@ -79,6 +83,7 @@ func variants() map[string]func(*bootspec.Spec) {
 	return map[string]func(*bootspec.Spec){
 		"ephemeral": func(*bootspec.Spec) {},
 		"durable":   func(s *bootspec.Spec) { s.Upper.Durable, s.Upper.Path = true, "/volumes/a.ext4" },
+		"network":   func(s *bootspec.Spec) { s.Guest.Interface = bootspec.NewInterface(1500, false) },
 		"large":     func(s *bootspec.Spec) { s.CPUs, s.MemoryMiB = 16, 65536 },
 	}
 }
@@ -91,7 +96,7 @@ func TestConfigure(t *testing.T) {
 			t.Parallel()
 			s, r := spec(), &recorder{}
 			change(s)
-			if err := libkrun.Configure(r, s, libkrun.Files{Console: 3, Env: 4, Null: 5}); err != nil {
+			if err := libkrun.Configure(r, s, libkrun.Files{Console: 3, Env: 4, Null: 5, Network: 6}); err != nil {
 				t.Fatal(err)
 			}
 			got := r.calls.String()

@@ -35,7 +35,7 @@ func Enter(stdin *os.File, open func(*bootspec.Spec) (VM, error)) error {
 	if err != nil {
 		return err
 	}
-	if err := Configure(vm, &spec, Files{Console: fdConsole, Env: fdEnv, Null: int(null.Fd())}); err != nil {
+	if err := Configure(vm, &spec, Files{Console: fdConsole, Env: fdEnv, Null: int(null.Fd()), Network: fdNetwork}); err != nil {
 		return err
 	}
 	err = vm.StartEnter()

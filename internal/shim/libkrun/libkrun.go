@@ -35,6 +35,7 @@ type VM interface {
 	AddVirtioConsoleDefault(in, out, err int) error
 	AddVirtioConsoleMultiport() (console uint32, err error)
 	AddConsolePortInOut(console uint32, name string, in, out int) error
+	AddNetUnixStream(file string, fd int, mac [6]byte, features, flags uint32) error
 	SetExec(program string, args, env []string) error
 	StartEnter() error
 }
@@ -52,12 +53,14 @@ type Files struct {
 	Console int
 	// Env is read by the port iii.env, and Null takes what is written to it.
 	Env, Null int
+	// Network carries the frames of the guest's network device, where it has one.
+	Network int
 }
 
 // Configure makes the calls for the spec, in the order in which libkrun wants
 // them: switches before what they make room for, devices as the guest shall
-// number them. The devices are 8 of the 11 that x86-64 has room for: memory
-// balloon, entropy, root, vsock, two consoles and two disks. The link's socket is
+// number them. The devices are 8 or 9 of the 11 that x86-64 has room for: memory
+// balloon, entropy, root, vsock, two consoles, two disks and a network. The link's socket is
 // named relative to the working directory, which has to be the machine directory:
 // its absolute path may be too long.
 func Configure(vm VM, spec *bootspec.Spec, files Files) error {
@@ -73,6 +76,7 @@ func Configure(vm VM, spec *bootspec.Spec, files Files) error {
 		func() error { return addDisk(vm, "upper", spec.Upper) },
 		func() error { return vm.AddVirtioConsoleDefault(krun.NoFile, files.Console, files.Console) },
 		func() error { return addEnvPort(vm, files) },
+		func() error { return addNetwork(vm, spec.Guest.Interface, files.Network) },
 		func() error { return vm.SetExec("/"+AgentFile, nil, []string{agentEnv}) },
 	} {
 		if err := step(); err != nil {
@@ -91,6 +95,19 @@ func addDisk(vm VM, id string, d bootspec.Disk) error {
 	}
 	if err := vm.AddDisk3(id, d.Path, krun.Raw, d.ReadOnly, false, sync); err != nil {
 		return fmt.Errorf("%s: %w", id, err)
+	}
+	return nil
+}
+
+// addNetwork adds the guest's network device. It offers no offloads: the gateway
+// takes whole frames with whole checksums.
+func addNetwork(vm VM, n *bootspec.Interface, fd int) error {
+	if n == nil {
+		return nil
+	}
+	const features, flags = 0, 0
+	if err := vm.AddNetUnixStream("", fd, n.HardwareAddr(), features, flags); err != nil {
+		return fmt.Errorf("network: %w", err)
 	}
 	return nil
 }

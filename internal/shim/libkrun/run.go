@@ -28,6 +28,7 @@ var _ shim.Hypervisor = Hypervisor{}
 const (
 	fdConsole = 3 + iota
 	fdEnv
+	fdNetwork // where there is one
 )
 
 // StatusRefused is the child's exit status when there was no VM; it has then
@@ -63,6 +64,9 @@ func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devic
 	cmd.Dir = spec.Dir
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = input, dev.Log, dev.Log
 	cmd.ExtraFiles = []*os.File{fdConsole - 3: dev.Console, fdEnv - 3: dev.Env}
+	if spec.Guest.Interface != nil {
+		cmd.ExtraFiles = append(cmd.ExtraFiles, dev.Network)
+	}
 	cmd.SysProcAttr = childAttributes()
 
 	// The kernel kills the child when the thread that forked it ends, so this
@@ -94,8 +98,8 @@ func refused(err error) bootspec.End {
 }
 
 func closeAll(dev shim.Devices) {
-	for _, f := range []*os.File{dev.Console, dev.Env, dev.Log} {
-		_ = f.Close() // the second time on the way out
+	for _, f := range []*os.File{dev.Console, dev.Env, dev.Log, dev.Network} {
+		_ = f.Close() // the second time on the way out; a network is not always there
 	}
 }
 

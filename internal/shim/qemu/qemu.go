@@ -28,8 +28,17 @@ const (
 	fdConsole = 3 + iota
 	fdLink
 	fdEnv
-	fdSnapshot
+	// fdMore is the first of those that not every VM has: the network's, and then
+	// the snapshot.
+	fdMore
 )
+
+func fdSnapshot(spec *bootspec.Spec) int {
+	if spec.Guest.Interface != nil {
+		return fdMore + 1
+	}
+	return fdMore
+}
 
 // Kernel arguments of every machine: why, in the order of the list.
 //
@@ -58,9 +67,11 @@ func Args(spec *bootspec.Spec) ([]string, error) {
 	args, err := machineArgs(spec, backends{
 		console: socket("console", fdConsole), link: socket("link", fdLink), env: socket("env", fdEnv),
 		lower: drive("lower", spec.Lower), upper: drive("upper", spec.Upper),
+		// Each frame behind its length, in four bytes.
+		network: "stream,id=network,server=off,addr.type=fd,addr.str=" + strconv.Itoa(fdMore),
 	})
 	if err == nil && spec.QEMU.Snapshot != "" {
-		args = append(args, "-incoming", "fd:"+strconv.Itoa(fdSnapshot))
+		args = append(args, "-incoming", "fd:"+strconv.Itoa(fdSnapshot(spec)))
 	}
 	return args, err
 }
@@ -70,6 +81,7 @@ func Args(spec *bootspec.Spec) ([]string, error) {
 type backends struct {
 	console, link, env string // -chardev
 	lower, upper       string // -drive
+	network            string // -netdev, where there is one
 }
 
 func machineArgs(spec *bootspec.Spec, behind backends) ([]string, error) {
@@ -103,7 +115,21 @@ func machineArgs(spec *bootspec.Spec, behind backends) ([]string, error) {
 	args = append(args, "-device", "virtio-serial-"+bus+",max_ports=4")
 	args = append(args, port("link", agentlink.AgentPort, behind.link)...)
 	args = append(args, port("env", agentlink.EnvPort, behind.env)...)
+	if spec.Guest.Interface != nil {
+		args = append(args, nic(spec.Guest.Interface, bus, behind.network)...)
+	}
 	return args, nil
+}
+
+// nic is the guest's network device. It has no ROM: nobody boots from it. The
+// gateway takes frames up to the MTU and no larger ones to be cut, so QEMU offers
+// no offloads.
+func nic(n *bootspec.Interface, bus, netdev string) []string {
+	device := "virtio-net-" + bus + ",netdev=network,mac=" + n.MAC + ",host_mtu=" + strconv.Itoa(n.MTU)
+	if bus == "pci" {
+		device += ",romfile="
+	}
+	return []string{"-netdev", netdev, "-device", device}
 }
 
 func socket(id string, fd int) string {

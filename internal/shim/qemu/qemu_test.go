@@ -33,15 +33,21 @@ func spec(machine string) *bootspec.Spec {
 // The whole command line, one argument a line.
 func TestArgs(t *testing.T) {
 	t.Parallel()
-	for _, machine := range []string{"q35", "microvm", "virt"} {
-		t.Run(machine, func(t *testing.T) {
+	for _, name := range []string{"q35", "microvm", "virt", "q35-network", "microvm-network"} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			args, err := qemu.Args(spec(machine))
+			machine, _, network := strings.Cut(name, "-")
+			s := spec(machine)
+			if network {
+				s.Guest.Interface = bootspec.NewInterface(9000, false)
+				s.QEMU.Snapshot = "/vmm/snapshot"
+			}
+			args, err := qemu.Args(s)
 			if err != nil {
 				t.Fatal(err)
 			}
 			got := strings.Join(args, "\n") + "\n"
-			path := filepath.Join("testdata", machine+".args")
+			path := filepath.Join("testdata", name+".args")
 			if *update {
 				if err := os.WriteFile(path, []byte(got), 0o600); err != nil {
 					t.Fatal(err)

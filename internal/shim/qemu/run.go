@@ -135,6 +135,9 @@ func (h Hypervisor) command(ctx context.Context, spec *bootspec.Spec, dev shim.D
 	cmd.Env = []string{} // nothing of ours is QEMU's business
 	cmd.Stdout, cmd.Stderr = dev.Log, dev.Log
 	cmd.ExtraFiles = []*os.File{fdConsole - 3: dev.Console, fdLink - 3: dev.Link, fdEnv - 3: dev.Env}
+	if spec.Guest.Interface != nil {
+		cmd.ExtraFiles = append(cmd.ExtraFiles, dev.Network)
+	}
 	cmd.SysProcAttr = dieWithParent()
 	return cmd, nil
 }
@@ -163,8 +166,8 @@ func run(ctx context.Context, cmd *exec.Cmd, dev shim.Devices, started func()) b
 }
 
 func closeAll(dev shim.Devices) {
-	for _, f := range []*os.File{dev.Console, dev.Link, dev.Env, dev.Log} {
-		_ = f.Close() // the second time on the way out
+	for _, f := range []*os.File{dev.Console, dev.Link, dev.Env, dev.Log, dev.Network} {
+		_ = f.Close() // the second time on the way out; a network is not always there
 	}
 }
 

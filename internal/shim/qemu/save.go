@@ -27,8 +27,8 @@ const saveName = "state"
 // Save boots the machine of the spec, with nothing behind its devices, until its
 // agent waits for a boot spec, and writes the guest's state to file: what
 // spec.QEMU.Snapshot resumes. All VMs of the same QEMU, machine, CPUs, memory,
-// kernel and initramfs can be resumed from it: nothing of the spec but these is
-// in it. log gets what QEMU prints. QEMU is gone on return.
+// kernel, initramfs and network interface, if any, can be resumed from it:
+// nothing of the spec but these is in it. log gets what QEMU prints. QEMU is gone on return.
 func Save(ctx context.Context, spec *bootspec.Spec, file *os.File, log io.Writer) (err error) {
 	var undo cleanup.Stack
 	defer func() { err = errors.Join(err, undo.Run()) }()
@@ -93,6 +93,7 @@ func saveCommand(ctx context.Context, spec *bootspec.Spec, monitor *os.File) (*e
 	args, err := machineArgs(spec, backends{
 		console: "null,id=console", link: "null,id=link", env: "null,id=env",
 		lower: "if=none,id=lower," + nowhere + ",readonly=on", upper: "if=none,id=upper," + nowhere,
+		network: "hubport,id=network,hubid=0",
 	})
 	if err != nil {
 		return nil, err

@@ -27,7 +27,7 @@ import (
 
 func TestShimOfAnotherVersion(t *testing.T) {
 	host := vmtest.QEMU(t)
-	shim := vmtest.Skewed(t, "./cmd/krun-shim", "internal/bootspec/bootspec.go", "const Version = 1", "const Version = 77")
+	shim := vmtest.Skewed(t, "./cmd/krun-shim", "internal/bootspec/bootspec.go", "const Version = 2", "const Version = 77")
 	e := qemuEnv(t, host, map[string]string{"III_KRUN_SHIM": shim})
 	_, err := e.Launcher(t).Launch(e.Context(t), e.Request())
 	var end bootspec.End
