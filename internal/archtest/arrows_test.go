@@ -28,7 +28,7 @@ contract   -> fault strictjson
 # layout for its check that a directory is the user's own.
 imagestore -> cleanup erofs flock layout
 vmassets   -> flock layout
-netstack   -> egress
+netstack   -> cleanup egress
 # agentlink for the version of the protocol.
 guest      -> agentlink api/guest/v1 fault
 

@@ -1,0 +1,237 @@
+package netstack
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/tcpip"
+	"gvisor.dev/gvisor/pkg/tcpip/transport/tcp"
+	"gvisor.dev/gvisor/pkg/waiter"
+)
+
+const (
+	// chunkSize is how much of a flow is moved at once. Memory for it is held only
+	// while there is something to move.
+	chunkSize = 64 << 10
+	// closeTimeout is how long a guest may take to acknowledge the end of a
+	// connection that both sides have ended.
+	closeTimeout = 10 * time.Second
+)
+
+// chunks is a pool of buffers of chunkSize.
+type chunks struct{ pool sync.Pool }
+
+func (c *chunks) get() *[chunkSize]byte {
+	if chunk, ok := c.pool.Get().(*[chunkSize]byte); ok {
+		return chunk
+	}
+	return new([chunkSize]byte)
+}
+
+func (c *chunks) put(chunk *[chunkSize]byte) { c.pool.Put(chunk) }
+
+// relay moves data both ways until both have ended, passing each end on by
+// itself and a reset of one side to the other.
+func (g *Gateway) relay(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) {
+	stop := g.onEnd(func() { _ = conn.Close() })
+	defer stop()
+	var up sync.WaitGroup
+	up.Go(func() {
+		if err := g.fromGuest(ep, queue, conn); err != nil {
+			abort(conn)
+			ep.Abort()
+		}
+	})
+	if err := g.toGuest(ep, queue, conn); err != nil {
+		ep.Abort()
+		abort(conn)
+	}
+	up.Wait()
+	_ = conn.Close()
+	g.finish(ep, queue)
+}
+
+// errReset tells that the guest, or the end of the gateway, broke a connection.
+var errReset = errors.New("connection reset")
+
+// fromGuest moves the guest's data to conn; nil is an orderly end, passed on.
+func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) error {
+	entry, readable := waiter.NewChannelEntry(waiter.ReadableEvents | waiter.EventErr | waiter.EventHUp)
+	queue.EventRegister(&entry)
+	defer queue.EventUnregister(&entry)
+	for {
+		n, err := g.copyFromGuest(ep, conn)
+		g.counters.out(n)
+		switch {
+		case errors.Is(err, errWouldBlock):
+			<-readable
+		case errors.Is(err, io.EOF):
+			if half, ok := conn.(interface{ CloseWrite() error }); ok {
+				_ = half.CloseWrite() // fails when it is closed the other way, too
+			}
+			return nil
+		case err != nil:
+			return err
+		}
+	}
+}
+
+var errWouldBlock = errors.New("nothing to do now")
+
+// copyFromGuest moves one chunk.
+func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn) (int, error) {
+	chunk := g.chunks.get()
+	defer g.chunks.put(chunk)
+	into := tcpip.SliceWriter(chunk[:])
+	result, err := ep.Read(&into, tcpip.ReadOptions{})
+	switch err.(type) {
+	case nil:
+		return conn.Write(chunk[:result.Count])
+	case *tcpip.ErrWouldBlock:
+		return 0, errWouldBlock
+	case *tcpip.ErrClosedForReceive:
+		return 0, io.EOF
+	}
+	return 0, errReset
+}
+
+// toGuest moves the data of conn to the guest; nil is an orderly end, passed on.
+func (g *Gateway) toGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) error {
+	entry, writable := waiter.NewChannelEntry(waiter.WritableEvents | waiter.EventErr | waiter.EventHUp)
+	queue.EventRegister(&entry)
+	defer queue.EventUnregister(&entry)
+	source := g.newReader(conn)
+	for {
+		chunk, n, err := source.next()
+		if n > 0 {
+			errWrite := writeGuest(ep, writable, chunk[:n])
+			g.counters.in(n)
+			if errWrite != nil {
+				err = errWrite
+			}
+		}
+		if chunk != nil {
+			g.chunks.put(chunk)
+		}
+		switch {
+		case errors.Is(err, io.EOF):
+			if err := ep.Shutdown(tcpip.ShutdownWrite); err != nil {
+				return errReset
+			}
+			return nil
+		case err != nil:
+			return err
+		}
+	}
+}
+
+// writeGuest writes all of data, at the guest's pace.
+func writeGuest(ep tcpip.Endpoint, writable <-chan struct{}, data []byte) error {
+	var payload bytes.Reader
+	payload.Reset(data)
+	for payload.Len() > 0 {
+		_, err := ep.Write(&payload, tcpip.WriteOptions{})
+		switch err.(type) {
+		case nil:
+		case *tcpip.ErrWouldBlock:
+			<-writable
+		default:
+			return errReset
+		}
+	}
+	return nil
+}
+
+// reader reads a connection of the host by chunks.
+type reader struct {
+	conn   net.Conn
+	raw    syscall.RawConn // nil where conn is no socket
+	chunks *chunks
+}
+
+func (g *Gateway) newReader(conn net.Conn) *reader {
+	r := &reader{conn: conn, chunks: &g.chunks}
+	if socket, ok := conn.(syscall.Conn); ok {
+		r.raw, _ = socket.SyscallConn()
+	}
+	return r
+}
+
+// read returns what has come, at most a chunk or one datagram; the chunk, if any,
+// is the caller's to put back. It holds none while it waits.
+func (r *reader) read() (chunk *[chunkSize]byte, n int, err error) {
+	if r.raw == nil {
+		chunk = r.chunks.get()
+		n, err = r.conn.Read(chunk[:])
+		return chunk, n, err
+	}
+	errWait := r.raw.Read(func(fd uintptr) bool {
+		chunk = r.chunks.get()
+		for {
+			n, err = unix.Read(int(fd), chunk[:])
+			if !errors.Is(err, unix.EINTR) {
+				break
+			}
+		}
+		if errors.Is(err, unix.EAGAIN) {
+			r.chunks.put(chunk)
+			chunk = nil
+			return false
+		}
+		return true
+	})
+	switch {
+	case errWait != nil:
+		return chunk, 0, errWait
+	case err != nil:
+		return chunk, 0, err
+	}
+	return chunk, n, nil
+}
+
+// next is read for a stream.
+func (r *reader) next() (chunk *[chunkSize]byte, n int, err error) {
+	chunk, n, err = r.read()
+	if err == nil && n == 0 {
+		err = io.EOF
+	}
+	return chunk, n, err
+}
+
+// finish closes an endpoint whose two directions have ended, and waits until the
+// guest has acknowledged that, for closeTimeout at most: the flow's place is taken
+// until then.
+func (g *Gateway) finish(ep tcpip.Endpoint, queue *waiter.Queue) {
+	entry, ended := waiter.NewChannelEntry(waiter.EventHUp)
+	queue.EventRegister(&entry)
+	defer queue.EventUnregister(&entry)
+	ep.Close()
+	timeout := time.NewTimer(closeTimeout)
+	defer timeout.Stop()
+	for !over(ep) {
+		select {
+		case <-ended:
+		case <-g.ctx.Done():
+			ep.Abort()
+			return
+		case <-timeout.C:
+			ep.Abort()
+			return
+		}
+	}
+}
+
+// over tells whether an endpoint takes no memory any more but its own.
+func over(ep tcpip.Endpoint) bool {
+	switch tcp.EndpointState(ep.State()) {
+	case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:
+		return true
+	}
+	return false
+}
