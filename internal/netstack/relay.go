@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -42,13 +43,14 @@ func (g *Gateway) relay(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) {
 	stop := g.onEnd(func() { _ = conn.Close() })
 	defer stop()
 	var up sync.WaitGroup
+	var upEnded atomic.Bool
 	up.Go(func() {
-		if err := g.fromGuest(ep, queue, conn); err != nil {
-			abort(conn)
+		if err := g.fromGuest(ep, queue, conn, &upEnded); err != nil {
 			ep.Abort()
+			abort(conn)
 		}
 	})
-	if err := g.toGuest(ep, queue, conn); err != nil {
+	if err := g.toGuest(ep, queue, conn, &upEnded); err != nil {
 		ep.Abort()
 		abort(conn)
 	}
@@ -60,8 +62,9 @@ func (g *Gateway) relay(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) {
 // errReset tells that the guest, or the end of the gateway, broke a connection.
 var errReset = errors.New("connection reset")
 
-// fromGuest moves the guest's data to conn; nil is an orderly end, passed on.
-func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) error {
+// fromGuest moves the guest's data to conn; nil is an orderly end, passed on after
+// ended was set.
+func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn, ended *atomic.Bool) error {
 	entry, readable := waiter.NewChannelEntry(waiter.ReadableEvents | waiter.EventErr | waiter.EventHUp)
 	queue.EventRegister(&entry)
 	defer queue.EventUnregister(&entry)
@@ -72,6 +75,7 @@ func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Con
 		case errors.Is(err, errWouldBlock):
 			<-readable
 		case errors.Is(err, io.EOF):
+			ended.Store(true)
 			if half, ok := conn.(interface{ CloseWrite() error }); ok {
 				_ = half.CloseWrite() // fails when it is closed the other way, too
 			}
@@ -102,7 +106,8 @@ func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn) (int, error) {
 }
 
 // toGuest moves the data of conn to the guest; nil is an orderly end, passed on.
-func (g *Gateway) toGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) error {
+// upEnded tells that the other direction has ended.
+func (g *Gateway) toGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn, upEnded *atomic.Bool) error {
 	entry, writable := waiter.NewChannelEntry(waiter.WritableEvents | waiter.EventErr | waiter.EventHUp)
 	queue.EventRegister(&entry)
 	defer queue.EventUnregister(&entry)
@@ -121,6 +126,9 @@ func (g *Gateway) toGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn)
 		}
 		switch {
 		case errors.Is(err, io.EOF):
+			if !upEnded.Load() && source.unconnected() {
+				return errReset // the other direction was told, which tells one alone
+			}
 			if err := ep.Shutdown(tcpip.ShutdownWrite); err != nil {
 				return errReset
 			}
@@ -195,6 +203,16 @@ func (r *reader) read() (chunk *[chunkSize]byte, n int, err error) {
 	return chunk, n, nil
 }
 
+// unconnected tells whether a socket has lost its peer, as it has after a reset.
+func (r *reader) unconnected() bool {
+	if r.raw == nil {
+		return false
+	}
+	var err error
+	errRaw := r.raw.Control(func(fd uintptr) { _, err = unix.Getpeername(int(fd)) })
+	return errRaw != nil || err != nil
+}
+
 // next is read for a stream.
 func (r *reader) next() (chunk *[chunkSize]byte, n int, err error) {
 	chunk, n, err = r.read()
@@ -214,9 +232,22 @@ func (g *Gateway) finish(ep tcpip.Endpoint, queue *waiter.Queue) {
 	ep.Close()
 	timeout := time.NewTimer(closeTimeout)
 	defer timeout.Stop()
-	for !over(ep) {
+	// Not every change of state is an event.
+	look := time.NewTicker(closeTimeout / 100)
+	defer look.Stop()
+	for {
+		switch tcp.EndpointState(ep.State()) {
+		case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:
+			return
+		case tcp.StateFinWait2:
+			// The guest has everything. That it has not ended its side may also be an
+			// error of gVisor's, which forgets that it has, when it repeats its own end.
+			ep.Abort()
+			return
+		}
 		select {
 		case <-ended:
+		case <-look.C:
 		case <-g.ctx.Done():
 			ep.Abort()
 			return
@@ -225,13 +256,4 @@ func (g *Gateway) finish(ep tcpip.Endpoint, queue *waiter.Queue) {
 			return
 		}
 	}
-}
-
-// over tells whether an endpoint takes no memory any more but its own.
-func over(ep tcpip.Endpoint) bool {
-	switch tcp.EndpointState(ep.State()) {
-	case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:
-		return true
-	}
-	return false
 }
