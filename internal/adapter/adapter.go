@@ -45,7 +45,7 @@ type Core interface {
 	Close(ctx context.Context) error
 }
 
-// Config is what Serve works with; all fields are required.
+// Config is what Serve works with; all fields but Extensions are required.
 type Config struct {
 	// Engine says which worker to be, see iii.FromEnv. Serve adds the functions.
 	Engine iii.Options
@@ -53,6 +53,9 @@ type Config struct {
 	ConfigName string
 	// Version is that of the build.
 	Version string
+	// Extensions puts this adapter's extensions of the contract into the registered
+	// schemas, and lets callers publish ports of the host.
+	Extensions bool
 	// Start makes the core for a configuration. It is called once.
 	Start func(*config.Config) (Core, error)
 	// Log gets one line for each call, without anything of its payload but the id

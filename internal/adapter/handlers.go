@@ -3,9 +3,11 @@ package adapter
 import (
 	"context"
 	"encoding/json"
+	"math"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/catalog"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/contract"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
@@ -14,7 +16,7 @@ import (
 // functions are what is registered, in the contract's order.
 func (s *server) functions() []iii.Function {
 	handlers := map[string]iii.Handler{
-		"create":        handle(s, "create", create),
+		"create":        handle(s, "create", s.create),
 		"exec":          handle(s, "exec", exec),
 		"stop":          handle(s, "stop", stop),
 		"list":          handle(s, "list", list),
@@ -33,7 +35,11 @@ func (s *server) functions() []iii.Function {
 		"adapter::info": s.info,
 	}
 	var functions []iii.Function
-	for _, f := range contract.Functions() {
+	described := contract.Functions()
+	if s.cfg.Extensions {
+		described = contract.Extended()
+	}
+	for _, f := range described {
 		functions = append(functions, iii.Function{
 			ID: contract.Prefix + f.Name, Description: f.Description,
 			RequestFormat: f.Request, ResponseFormat: f.Response, Metadata: json.RawMessage("{}"),
@@ -54,13 +60,60 @@ func (s *server) info(_ context.Context, call iii.Invocation) (json.RawMessage, 
 	})
 }
 
-func create(ctx context.Context, core Core, req contract.CreateRequest) (contract.CreateResponse, error) {
+func (s *server) create(ctx context.Context, core Core, req contract.CreateRequest) (contract.CreateResponse, error) {
+	publish, err := s.publish(req.Publish)
+	if err != nil {
+		return contract.CreateResponse{}, err
+	}
 	made, err := core.Create(ctx, sandbox.CreateRequest{
 		Image: req.Image, CPUs: req.CPUs, MemoryMiB: req.MemoryMB, Name: req.Name,
-		Network:         req.Network != nil && *req.Network,
+		Network: req.Network != nil && *req.Network, Policy: policy(req.NetworkPolicy), Publish: publish,
 		IdleTimeoutSecs: req.IdleTimeoutSecs, Env: sandbox.Env(req.Env),
 	})
-	return contract.CreateResponse(made), err
+	resp := contract.CreateResponse{SandboxID: made.SandboxID, Image: made.Image}
+	for _, p := range made.Published {
+		resp.Published = append(resp.Published, contract.PublishedPort{HostPort: uint32(p.Host), GuestPort: uint32(p.Guest)})
+	}
+	return resp, err
+}
+
+// policy is the extension network_policy. A policy that asks for less must not be
+// overlooked, so it counts whether or not the extensions are in the schemas.
+func policy(p *contract.NetworkPolicy) *egress.Policy {
+	if p == nil {
+		return nil
+	}
+	out := &egress.Policy{Mode: egress.Mode(p.Mode)}
+	for _, rule := range p.Allow {
+		r := egress.Rule{Ports: rule.Ports}
+		if rule.CIDR != nil {
+			r.CIDR = *rule.CIDR
+		}
+		if rule.Name != nil {
+			r.Name = *rule.Name
+		}
+		if rule.Protocol != nil {
+			r.Protocol = egress.Protocol(*rule.Protocol)
+		}
+		out.Allow = append(out.Allow, r)
+	}
+	return out
+}
+
+// publish is the extension of that name, which gives callers something of the
+// host: that is the operator's to allow.
+func (s *server) publish(ports []contract.PublishedPort) ([]sandbox.PublishedPort, error) {
+	if len(ports) > 0 && !s.cfg.Extensions {
+		return nil, fault.InvalidRequest("publish is an extension that this adapter's operator has not switched on (III_SANDBOX_EXTENSIONS=1)")
+	}
+	var out []sandbox.PublishedPort
+	for i, p := range ports {
+		if p.HostPort > math.MaxUint16 || p.GuestPort > math.MaxUint16 {
+			return nil, fault.InvalidRequest("publish[%d] has a port above %d", i, math.MaxUint16)
+		}
+		out = append(out, sandbox.PublishedPort{Host: uint16(p.HostPort), Guest: uint16(p.GuestPort)})
+	}
+	return out, nil
 }
 
 func exec(ctx context.Context, core Core, req contract.ExecRequest) (contract.ExecResponse, error) {

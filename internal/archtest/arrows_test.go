@@ -18,9 +18,10 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup flock proc agentlink bootspec egress erofs iii krun strictjson agent/rexp ->
+fault layout cleanup flock proc agentlink egress erofs iii krun strictjson agent/rexp ->
 
-# Data and single outside things.
+# Data and single outside things. A boot spec carries the policy of a network.
+bootspec   -> egress
 catalog    -> fault
 # catalog for the checks of the operator's images.
 config     -> catalog strictjson
@@ -33,9 +34,9 @@ netstack   -> cleanup egress
 guest      -> agentlink api/guest/v1 fault
 
 # The VM, host side. vm finds a kept VM's shim by its identity, from proc.
-vm             -> api/shim/v1 bootspec cleanup flock guest layout proc
+vm             -> api/shim/v1 bootspec cleanup egress flock guest layout proc
 vm/shimdriver  -> bootspec cleanup layout proc vm vmassets
-shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layout
+shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layout netstack
 # agentlink for the names of the console ports, layout for that of the link's
 # socket, krun for the types of its calls alone. QEMU must die with the shim and
 # in no other way, so proc, whose children outlive calls, is not for it.
@@ -46,11 +47,11 @@ vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout s
 
 # The core and its surface. cli is where progress, results and findings of each
 # become text. sandbox takes the most that an environment may have from bootspec.
-sandbox -> bootspec catalog cleanup fault guest imagestore vm
+sandbox -> bootspec catalog cleanup egress fault guest imagestore vm
 # In serve it puts adapter, engine client and core together.
-cli     -> adapter catalog config contract fault guest iii imagestore layout sandbox vm vmassets
+cli     -> adapter catalog config contract egress fault guest iii imagestore layout sandbox vm vmassets
 # catalog for the kinds of images, config for what it hands to the core.
-adapter -> catalog config contract fault iii sandbox
+adapter -> catalog config contract egress fault iii sandbox
 
 # The guest's side.
 agent/procs ->

@@ -214,11 +214,15 @@ func (a *App) system() (*system, error) {
 	if err != nil {
 		return nil, err
 	}
+	ports, err := hostPorts(a.Getenv)
+	if err != nil {
+		return nil, err
+	}
 	launcher, images, err := a.machinery(roots, a.logger())
 	if err != nil {
 		return nil, err
 	}
-	return &system{roots: roots, manager: sandbox.NewKeeper(launcher, images)}, nil
+	return &system{roots: roots, manager: sandbox.NewKeeper(launcher, images, ports)}, nil
 }
 
 // machinery is what sandboxes are made with.

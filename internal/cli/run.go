@@ -27,6 +27,7 @@ type runFlags struct {
 	memory                  memoryFlag
 	timeout, idle           durationFlag
 	keep, json              bool
+	network                 networkFlags
 	program                 programFlags
 
 	hasCode bool
@@ -52,6 +53,7 @@ III_SANDBOX_IMAGE_DIR, oci:DIR[:TAG], docker-archive:FILE or a registry referenc
 its host.`,
 		Example: `  adapter run --image python -c 'print(6*7)'
   adapter run --image node hello.js
+  adapter run --image python --allow '*.python.org:443' -- python3 fetch.py
   echo 'echo $((6*7))' | adapter run --image python --lang shell
   adapter run --image oci:./busybox -- ls -l /`,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -71,6 +73,7 @@ its host.`,
 	flags.StringVar(&f.name, "name", "", "a name for a kept sandbox")
 	flags.Var(&f.idle, "idle-timeout", "end a kept sandbox after so long without use")
 	flags.BoolVar(&f.json, "json", false, "print the reply of sandbox-libkrun::run instead of the output")
+	f.network.register(flags)
 	f.program.register(cmd)
 	completeNothing(cmd)
 	_ = cmd.RegisterFlagCompletionFunc("image", a.completeImages)
@@ -100,6 +103,12 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	if err != nil {
 		return err
 	}
+	request := sandbox.BootRequest{
+		CPUs: f.cpus, MemoryMiB: int(f.memory), Name: f.name, Env: env, Keep: f.keep, IdleTimeout: time.Duration(f.idle),
+	}
+	if err := f.network.apply(&request); err != nil {
+		return err
+	}
 	sys, err := a.system()
 	if err != nil {
 		return a.runFailed(f, "", err)
@@ -118,10 +127,8 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	ctx, caught := catchInterrupts(ctx)
 	defer caught.Close()
 	progress := newProgress(a.Stderr, a.Terminal(a.Stderr))
-	box, err := sys.manager.Create(ctx, sandbox.BootRequest{
-		Image: image, CPUs: f.cpus, MemoryMiB: int(f.memory), Name: f.name, Env: env,
-		Keep: f.keep, IdleTimeout: time.Duration(f.idle), Progress: progress.Update,
-	})
+	request.Image, request.Progress = image, progress.Update
+	box, err := sys.manager.Create(ctx, request)
 	progress.Close()
 	if err != nil {
 		return a.runFailed(f, "", interruptedOr(ctx, err))
@@ -219,11 +226,26 @@ func (r *running) finish(ctx context.Context, program sandbox.Program) (err erro
 			r.app.say("sandbox %s is kept: adapter exec %s -- COMMAND, adapter stop %s", r.box.ID, r.box.ID[:8], r.box.ID[:8])
 		}
 	}
+	if err := r.tellPublished(ctx); err != nil {
+		return r.app.runFailed(r.flags, r.box.ID, err)
+	}
 	if r.flags.json {
 		return r.captured(ctx, program)
 	}
 	result, err := r.start(ctx, program, r.app.Stdout, r.app.Stderr)
 	return programEnd(ctx, result, err)
+}
+
+// tellPublished says where published ports are found.
+func (r *running) tellPublished(ctx context.Context) error {
+	if len(r.flags.network.publish) == 0 {
+		return nil
+	}
+	published, err := r.box.Published(ctx)
+	for _, p := range published {
+		r.app.say("127.0.0.1:%d leads to port %d of the sandbox", p.Host, p.Guest)
+	}
+	return err
 }
 
 func (r *running) start(ctx context.Context, program sandbox.Program, stdout, stderr io.Writer) (guest.Result, error) {

@@ -41,6 +41,7 @@ func (a *App) serve(ctx context.Context) error {
 	log.Info("serving the sandbox functions (adapter --help lists other commands)", "worker", options.Name, "version", a.Version)
 	err := adapter.Serve(ctx, adapter.Config{
 		Engine: options, ConfigName: adapter.EntryName(a.Getenv), Version: a.Version, Log: log,
+		Extensions: a.Getenv("III_SANDBOX_EXTENSIONS") == "1",
 		Start: func(cfg *config.Config) (adapter.Core, error) {
 			manager, err := a.manager(cfg, log)
 			if err != nil {
@@ -61,6 +62,10 @@ func (a *App) manager(cfg *config.Config, log *slog.Logger) (*sandbox.Manager, e
 	if err != nil {
 		return nil, err
 	}
+	ports, err := hostPorts(a.Getenv)
+	if err != nil {
+		return nil, fmt.Errorf("start: %w", err)
+	}
 	launcher, images, err := a.machinery(roots, log)
 	if err != nil {
 		return nil, fmt.Errorf("start: %w", err)
@@ -70,6 +75,7 @@ func (a *App) manager(cfg *config.Config, log *slog.Logger) (*sandbox.Manager, e
 		AutoInstall: cfg.AutoInstall, MaxSandboxes: cfg.MaxSandboxes, MaxExecs: cfg.MaxExecs,
 		MaxExecTimeoutMs: cfg.MaxExecTimeoutMs, DefaultIdleTimeoutSecs: cfg.DefaultIdleTimeoutSecs,
 		DefaultCPUs: cfg.DefaultCPUs, DefaultMemoryMiB: cfg.DefaultMemoryMiB,
+		HostPorts: ports,
 	}), nil
 }
 

@@ -39,36 +39,43 @@ type Function struct {
 	Request, Response json.RawMessage
 }
 
-// Functions returns every function, in the order of the documentation.
-func Functions() []Function {
+// Functions returns every function as the contract has it, in the order of the
+// documentation.
+func Functions() []Function { return functions(false) }
+
+// Extended returns the same functions with this adapter's extensions in their
+// schemas.
+func Extended() []Function { return functions(true) }
+
+func functions(extended bool) []Function {
 	return []Function{
-		described[CreateRequest, CreateResponse]("create", createText, createExample),
-		described[ExecRequest, ExecResponse]("exec", execText, execExample),
-		described[StopRequest, StopResponse]("stop", stopText, ""),
-		described[ListRequest, ListResponse]("list", listText, ""),
-		described[CatalogListRequest, CatalogListResponse]("catalog::list", catalogText, ""),
-		described[RunRequest, RunResponse]("run", runText, runExample),
-		described[LsRequest, LsResponse]("fs::ls", lsText, lsExample),
-		described[StatRequest, StatResponse]("fs::stat", statText, statExample),
-		described[MkdirRequest, MkdirResponse]("fs::mkdir", mkdirText, mkdirExample),
-		described[RmRequest, RmResponse]("fs::rm", rmText, rmExample),
-		described[ChmodRequest, ChmodResponse]("fs::chmod", chmodText, chmodExample),
-		described[MvRequest, MvResponse]("fs::mv", mvText, mvExample),
-		described[GrepRequest, GrepResponse]("fs::grep", grepText, grepExample),
-		described[SedRequest, SedResponse]("fs::sed", sedText, sedExample),
-		described[WriteRequest, WriteResponse]("fs::write", writeText, writeExample),
-		described[ReadRequest, ReadResponse]("fs::read", readText, readExample),
-		described[AdapterInfoRequest, AdapterInfo]("adapter::info", infoText, ""),
+		described[CreateRequest, CreateResponse](extended, "create", createText, createExample),
+		described[ExecRequest, ExecResponse](extended, "exec", execText, execExample),
+		described[StopRequest, StopResponse](extended, "stop", stopText, ""),
+		described[ListRequest, ListResponse](extended, "list", listText, ""),
+		described[CatalogListRequest, CatalogListResponse](extended, "catalog::list", catalogText, ""),
+		described[RunRequest, RunResponse](extended, "run", runText, runExample),
+		described[LsRequest, LsResponse](extended, "fs::ls", lsText, lsExample),
+		described[StatRequest, StatResponse](extended, "fs::stat", statText, statExample),
+		described[MkdirRequest, MkdirResponse](extended, "fs::mkdir", mkdirText, mkdirExample),
+		described[RmRequest, RmResponse](extended, "fs::rm", rmText, rmExample),
+		described[ChmodRequest, ChmodResponse](extended, "fs::chmod", chmodText, chmodExample),
+		described[MvRequest, MvResponse](extended, "fs::mv", mvText, mvExample),
+		described[GrepRequest, GrepResponse](extended, "fs::grep", grepText, grepExample),
+		described[SedRequest, SedResponse](extended, "fs::sed", sedText, sedExample),
+		described[WriteRequest, WriteResponse](extended, "fs::write", writeText, writeExample),
+		described[ReadRequest, ReadResponse](extended, "fs::read", readText, readExample),
+		described[AdapterInfoRequest, AdapterInfo](extended, "adapter::info", infoText, ""),
 	}
 }
 
-func described[Req, Resp any](name, text, example string) Function {
+func described[Req, Resp any](extended bool, name, text, example string) Function {
 	var req Req
 	var resp Resp
 	applyDefaults(&req)
 	return Function{
 		Name: name, Description: text,
-		Request: requestSchema(req, example), Response: responseSchema(resp),
+		Request: requestSchema(req, example, extended), Response: responseSchema(resp, extended),
 	}
 }
 

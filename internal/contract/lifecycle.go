@@ -30,15 +30,41 @@ type CreateRequest struct {
 	CPUs            *uint32  `json:"cpus" doc:"Virtual CPUs, at least 1; by default the adapter's default_cpus."`
 	MemoryMB        *uint32  `json:"memory_mb" doc:"Memory in MiB, at least 64; by default the adapter's default_memory_mb."`
 	Name            *string  `json:"name" doc:"A label for people, shown by sandbox::list. It identifies nothing and need not be unique."`
-	Network         *bool    `json:"network" doc:"Whether the VM reaches the network; false by default. This build has no network yet: true is S300."`
+	Network         *bool    `json:"network" doc:"Whether the VM has a network; false by default. With one it reaches the internet and private networks, but nothing of this host: no address of it, and of its loopback only the ports that the operator opened (III_SANDBOX_HOST_PORTS), at the gateway. URLs of such ports in env lead there."`
 	IdleTimeoutSecs *uint64  `json:"idle_timeout_secs" doc:"Stop the sandbox after so many seconds without activity; by default the adapter's default_idle_timeout_secs."`
 	Env             EnvShape `json:"env" doc:"Environment of every program in the sandbox: an object or an array of KEY=value."`
+
+	NetworkPolicy *NetworkPolicy  `json:"network_policy" extension:"true" doc:"What the sandbox reaches, where that is to be less than network:true gives. Needs network:true."`
+	Publish       []PublishedPort `json:"publish" extension:"true" doc:"TCP ports of this host's 127.0.0.1 that lead into the sandbox, at most 64. Needs network:true, and an adapter with III_SANDBOX_EXTENSIONS=1 (else S001)."`
+}
+
+// NetworkPolicy narrows what a sandbox reaches. It is an extension.
+type NetworkPolicy struct {
+	Mode  string        `json:"mode" required:"true" doc:"restricted: what the rules of allow name and nothing else, not even DNS names that none of them has. open: as without a policy."`
+	Allow []NetworkRule `json:"allow" doc:"The rules of a restricted policy, at most 512. None opens this host, link-local addresses, cloud metadata or multicast."`
+}
+
+// NetworkRule lets through one range of addresses or one name.
+type NetworkRule struct {
+	CIDR     *string  `json:"cidr" doc:"An IPv4 or IPv6 range, 203.0.113.0/24, or one address. Either this or name."`
+	Name     *string  `json:"name" doc:"A DNS name, example.com; or all names below one, *.example.com, without itself. The sandbox reaches the addresses that it was answered for the name."`
+	Ports    []string `json:"ports" doc:"Ports, \"443\", and ranges, \"8000-8100\"; none is every port."`
+	Protocol *string  `json:"protocol" doc:"tcp or udp; both by default."`
+}
+
+// PublishedPort is a port of the host that leads into a sandbox. It is an
+// extension.
+type PublishedPort struct {
+	HostPort  uint32 `json:"host_port" doc:"The port of 127.0.0.1; 0 takes one that is free, which the reply tells."`
+	GuestPort uint32 `json:"guest_port" required:"true" doc:"The port in the sandbox. Nothing needs to listen there yet."`
 }
 
 // CreateResponse is the reply of create.
 type CreateResponse struct {
 	SandboxID string `json:"sandbox_id" doc:"The sandbox's UUID, for all other functions."`
 	Image     string `json:"image" doc:"The image, as it was asked for."`
+
+	Published []PublishedPort `json:"published,omitempty" extension:"true" doc:"The published ports; only where the request has some."`
 }
 
 // ExecRequest asks for a program in a sandbox.

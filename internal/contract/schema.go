@@ -42,11 +42,13 @@ type reflector struct {
 	definitions map[string]*schema
 	// defaults tells to add the value that a field has as its default: in requests.
 	defaults bool
+	// extended tells to describe the fields that are extensions: tag extension.
+	extended bool
 }
 
 // requestSchema describes a request that holds its defaults.
-func requestSchema(req any, example string) json.RawMessage {
-	r := &reflector{definitions: map[string]*schema{}, defaults: true}
+func requestSchema(req any, example string, extended bool) json.RawMessage {
+	r := &reflector{definitions: map[string]*schema{}, defaults: true, extended: extended}
 	root := r.root(req)
 	if example != "" {
 		root.Examples = []json.RawMessage{json.RawMessage(example)}
@@ -54,8 +56,8 @@ func requestSchema(req any, example string) json.RawMessage {
 	return mustEncode(root)
 }
 
-func responseSchema(resp any) json.RawMessage {
-	r := &reflector{definitions: map[string]*schema{}}
+func responseSchema(resp any, extended bool) json.RawMessage {
+	r := &reflector{definitions: map[string]*schema{}, extended: extended}
 	return mustEncode(r.root(resp))
 }
 
@@ -80,7 +82,7 @@ func (r *reflector) root(v any) *schema {
 func (r *reflector) object(v reflect.Value) *schema {
 	out := &schema{Type: "object"}
 	for _, field := range reflect.VisibleFields(v.Type()) {
-		if field.Anonymous {
+		if field.Anonymous || field.Tag.Get("extension") != "" && !r.extended {
 			continue
 		}
 		if out.Properties == nil {
@@ -88,8 +90,8 @@ func (r *reflector) object(v reflect.Value) *schema {
 		}
 		name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
 		required := field.Tag.Get("required") == "true"
-		if !r.defaults { // a reply has every field that cannot be null
-			required = field.Type.Kind() != reflect.Pointer
+		if !r.defaults { // a reply has every field that cannot be null, and no extension unasked
+			required = field.Type.Kind() != reflect.Pointer && field.Tag.Get("extension") == ""
 		}
 		property := r.property(field)
 		if required {

@@ -38,7 +38,6 @@ func every() map[string]*fault.Error {
 		"GuestFailed":      fault.GuestFailed(cause),
 		"StoppedMeanwhile": fault.StoppedMeanwhile("id"),
 		"StartFailed":      fault.StartFailed(cause),
-		"NoNetwork":        fault.NoNetwork(),
 		"ShuttingDown":     fault.ShuttingDown(),
 		"SandboxLimit":     fault.SandboxLimit(32),
 		"ImageCap":         fault.ImageCap("python", "cpus", 8, 4),
@@ -137,7 +136,6 @@ func TestMessages_HoldWhatClientsLookFor(t *testing.T) {
 		"HostPathRefused":  {"/p", "/a", "/b"},
 		"AgentTooOld":      {"supervisor"},
 		"SandboxLost":      {"the cause"},
-		"NoNetwork":        {"this build has no network"},
 		"ParentMissing":    {"parent not found", "/a"},
 	} {
 		message := every()[name].Message

@@ -179,14 +179,6 @@ func StartFailed(cause error) *Error {
 	}
 }
 
-// NoNetwork is S300: network:true, which this build cannot give.
-func NoNetwork() *Error {
-	return &Error{
-		Code: S300, Message: "network:true is not possible: this build has no network",
-		FixNote: "create the sandbox with network:false and bring files in with fs::write",
-	}
-}
-
 // ShuttingDown is S300: the adapter ends and takes no calls any more.
 func ShuttingDown() *Error {
 	return &Error{Code: S300, Message: "the adapter is shutting down", FixNote: "send the request again when the adapter is back"}

@@ -25,11 +25,12 @@ type admission struct {
 	cpus   uint32
 	memory uint32
 	env    []string
+	// network is nil for a sandbox without one.
+	network *vm.Network
 }
 
 // Create implements Functions. The order of its checks is the request's shape
-// (S001), the slot (S400), the image (S100), its caps (S400), the network (S300);
-// then come pull (S101, S102) and boot (S300).
+// (S001), the slot (S400), the image (S100), its caps (S400); then come pull (S101, S102) and boot (S300).
 func (m *Manager) Create(ctx context.Context, req CreateRequest) (Created, error) {
 	a, err := m.admit(req)
 	if err != nil {
@@ -39,7 +40,16 @@ func (m *Manager) Create(ctx context.Context, req CreateRequest) (Created, error
 	if err != nil {
 		return Created{}, err
 	}
-	return Created{SandboxID: e.id, Image: req.Image}, nil
+	created := Created{SandboxID: e.id, Image: req.Image}
+	if len(req.Publish) > 0 {
+		status, err := e.machine.Status(ctx)
+		if err != nil {
+			m.discard(e)
+			return Created{}, fault.GuestFailed(err)
+		}
+		created.Published = status.Published
+	}
+	return created, nil
 }
 
 // admit makes the checks that need nothing but memory and takes a slot.
@@ -60,6 +70,17 @@ func (m *Manager) admit(req CreateRequest) (*admission, error) {
 	var err error
 	if a.env, err = createEnv(req.Env); err != nil {
 		return nil, err
+	}
+	switch {
+	case req.Network:
+		if a.network, err = network(req.Policy, req.Publish, m.cfg.HostPorts); err != nil {
+			return nil, err
+		}
+		a.env = rewriteLoopback(a.env, m.cfg.HostPorts)
+	case req.Policy != nil:
+		return nil, fault.InvalidRequest("network_policy needs a network: add network:true")
+	case len(req.Publish) > 0:
+		return nil, fault.InvalidRequest("publish needs a network: add network:true")
 	}
 	if err := m.takeSlot(); err != nil {
 		return nil, err
@@ -107,13 +128,7 @@ func (m *Manager) checkPolicy(a *admission, req CreateRequest) (err error) {
 	if a.image, err = m.cfg.Catalog.Resolve(req.Image); err != nil {
 		return err
 	}
-	if err := m.cfg.Catalog.CheckSize(req.Image, a.cpus, a.memory); err != nil {
-		return err
-	}
-	if req.Network {
-		return fault.NoNetwork()
-	}
-	return nil
+	return m.cfg.Catalog.CheckSize(req.Image, a.cpus, a.memory)
 }
 
 // takeSlot reserves the place of one sandbox. The caller frees it, or gives it to
@@ -158,10 +173,11 @@ func (m *Manager) bootAdmitted(ctx context.Context, a *admission, req CreateRequ
 	}
 	e := &entry{
 		id: uuid.NewString(), image: req.Image, name: req.Name, idleTimeout: clamped(idle, time.Second),
+		networked: a.network != nil,
 	}
 	opts := imagestore.EnsureOptions{PullMissing: m.cfg.AutoInstall}
 	e.machine, err = boot(ctx, m.cfg.Images, a.image, opts, m.launch, vm.Request{
-		ID: e.id, CPUs: int(a.cpus), MemoryMiB: int(a.memory), Env: a.env, Lifetime: vm.Tied,
+		ID: e.id, CPUs: int(a.cpus), MemoryMiB: int(a.memory), Env: a.env, Network: a.network, Lifetime: vm.Tied,
 	})
 	if err != nil && m.life.Err() != nil {
 		return nil, fault.ShuttingDown()

@@ -10,6 +10,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/catalog"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/sandbox"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
@@ -51,7 +52,12 @@ func TestCreate_ChecksInOrder(t *testing.T) {
 		{"cpu cap before network", nil, sandbox.CreateRequest{Image: "python", CPUs: new(uint32(3)), Network: true}, fault.S400, []string{"cpus is 3", "2 at most"}},
 		{"memory cap and the default", nil, sandbox.CreateRequest{Image: "app"}, fault.S400, []string{"memory_mb is 512", "128 at most"}},
 		{"cpus before memory", nil, sandbox.CreateRequest{Image: "tiny"}, fault.S400, []string{"cpus"}},
-		{"network", nil, sandbox.CreateRequest{Image: "python", Network: true}, fault.S300, []string{"this build has no network"}},
+		{"policy without network", nil, sandbox.CreateRequest{Image: "python", Policy: &egress.Policy{Mode: egress.Open}}, fault.S001, []string{"network_policy", "network:true"}},
+		{"ports without network", nil, sandbox.CreateRequest{Image: "python", Publish: []sandbox.PublishedPort{{Guest: 80}}}, fault.S001, []string{"publish", "network:true"}},
+		{"policy of another mode", full, sandbox.CreateRequest{Image: "ghost", Network: true, Policy: &egress.Policy{Mode: "ajar"}}, fault.S001, []string{"network_policy.mode"}},
+		{"policy is off", nil, sandbox.CreateRequest{Image: "python", Network: true, Policy: &egress.Policy{Mode: egress.Off}}, fault.S001, []string{"network_policy.mode", "leave the network out"}},
+		{"policy of nonsense", nil, sandbox.CreateRequest{Image: "python", Network: true, Policy: &egress.Policy{Mode: egress.Restricted, Allow: []egress.Rule{{CIDR: "10.0.0.1/8"}}}}, fault.S001, []string{"network_policy.allow[0].cidr", "10.0.0.0/8"}},
+		{"port 0 of the guest", nil, sandbox.CreateRequest{Image: "python", Network: true, Publish: []sandbox.PublishedPort{{Host: 80}}}, fault.S001, []string{"publish[0].guest"}},
 		{"not pulled", func(c *sandbox.Config) { c.AutoInstall = false }, sandbox.CreateRequest{Image: "node"}, fault.S101, []string{"node", "auto_install"}},
 		{"caps before pull", func(c *sandbox.Config) { c.AutoInstall = false }, sandbox.CreateRequest{Image: "app"}, fault.S400, nil},
 		{"pull fails", nil, sandbox.CreateRequest{Image: "app", MemoryMiB: new(uint32(64))}, fault.S102, []string{"app", "127.0.0.1:1"}},
@@ -88,7 +94,7 @@ func TestCreate_RefusalsFreeTheirSlot(t *testing.T) {
 		c.MaxSandboxes, c.AutoInstall = 1, false
 	})
 	for _, req := range []sandbox.CreateRequest{
-		{Image: "ghost"}, {Image: "python", CPUs: new(uint32(0))}, {Image: "python", Network: true}, {Image: "node"},
+		{Image: "ghost"}, {Image: "python", CPUs: new(uint32(0))}, {Image: "python", Publish: []sandbox.PublishedPort{{Guest: 1}}}, {Image: "node"},
 	} {
 		if _, err := h.Create(t.Context(), req); err == nil || errors.Is(err, fault.S400) {
 			t.Errorf("%+v: %v", req, err)

@@ -39,6 +39,8 @@ type fakeVM struct {
 	write func(guestv1.FileService_WriteFileServer) error
 	// read is what a download gives, after which it stands still.
 	read string
+	// networkIdle, where set, is how long nothing has gone through the network.
+	networkIdle func() (time.Duration, error)
 
 	client *guest.Client
 	server *grpc.Server
@@ -69,6 +71,16 @@ func (v *fakeVM) boot(t testing.TB) *fakeVM {
 func (v *fakeVM) Guest() *guest.Client  { return v.client }
 func (v *fakeVM) Done() <-chan struct{} { return v.done }
 func (v *fakeVM) End() error            { return errors.New("the power was cut") }
+
+func (v *fakeVM) Status(context.Context) (vm.Status, error) { return vm.Status{}, nil }
+
+func (v *fakeVM) Stats(context.Context) (vm.Stats, error) {
+	if v.networkIdle == nil {
+		return vm.Stats{}, errors.New("the shim does not answer")
+	}
+	idle, err := v.networkIdle()
+	return vm.Stats{Network: &vm.NetworkStats{Idle: idle}}, err
+}
 
 func (v *fakeVM) Kill() error {
 	v.mu.Lock()
@@ -175,6 +187,32 @@ func faked(t *testing.T, change func(*sandbox.Config), test func(t *testing.T, m
 func pass(d time.Duration) {
 	<-time.After(d)
 	synctest.Wait()
+}
+
+// What goes through its network keeps a sandbox; one whose shim does not answer
+// has no say.
+func TestReaper_CountsTheNetwork(t *testing.T) {
+	var last time.Time
+	busy := &fakeVM{networkIdle: func() (time.Duration, error) { return time.Since(last), nil }}
+	faked(t, nil, func(t *testing.T, m *sandbox.Manager) {
+		for range 2 {
+			req := sandbox.CreateRequest{Image: "python", Network: true, IdleTimeoutSecs: new(uint64(20))}
+			if _, err := m.Create(t.Context(), req); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for range 10 {
+			last = time.Now()
+			pass(15 * time.Second)
+		}
+		if n := len(m.List()); n != 1 {
+			t.Errorf("%d sandboxes, want the one with a busy network", n)
+		}
+		pass(35 * time.Second)
+		if n := len(m.List()); n != 0 {
+			t.Errorf("%d sandboxes after the network fell silent", n)
+		}
+	}, busy, &fakeVM{})
 }
 
 // Semantics 4.4: the reaper looks every 10 s and takes what is idle for longer

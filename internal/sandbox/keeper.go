@@ -11,6 +11,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/catalog"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
@@ -20,13 +21,15 @@ import (
 // this process's alone, or kept by its shim and found again by later processes.
 // It is safe for concurrent use.
 type Keeper struct {
-	launcher *vm.Launcher
-	images   *imagestore.Store
+	launcher  *vm.Launcher
+	images    *imagestore.Store
+	hostPorts []uint16
 }
 
-// NewKeeper returns a Keeper; it starts nothing.
-func NewKeeper(launcher *vm.Launcher, images *imagestore.Store) *Keeper {
-	return &Keeper{launcher: launcher, images: images}
+// NewKeeper returns a Keeper; it starts nothing. hostPorts are the ports of the
+// host's loopback that are open to every sandbox with a network.
+func NewKeeper(launcher *vm.Launcher, images *imagestore.Store, hostPorts []uint16) *Keeper {
+	return &Keeper{launcher: launcher, images: images, hostPorts: hostPorts}
 }
 
 // maxKeptName bounds a kept sandbox's name, in bytes.
@@ -42,6 +45,11 @@ type BootRequest struct {
 	Name string
 	// Env is laid over the image's environment, KEY=value.
 	Env []string
+	// Network asks for a network interface; Policy and Publish are as in
+	// CreateRequest.
+	Network bool
+	Policy  *egress.Policy
+	Publish []PublishedPort
 	// Keep allows Sandbox.Keep: the sandbox may outlive this process.
 	Keep bool
 	// IdleTimeout ends a kept sandbox after that time without a call; 0 takes
@@ -89,10 +97,18 @@ func (k *Keeper) Create(ctx context.Context, req BootRequest) (*Sandbox, error) 
 	if req.Keep {
 		lifetime = vm.Detached
 	}
-	opts := imagestore.EnsureOptions{PullMissing: true, Progress: req.Progress}
-	machine, err := boot(ctx, k.images, req.Image, opts, k.launcher.Launch, vm.Request{
+	request := vm.Request{
 		ID: id, CPUs: req.CPUs, MemoryMiB: req.MemoryMiB, Env: req.Env, Lifetime: lifetime, IdleTimeout: req.IdleTimeout,
-	})
+	}
+	if req.Network {
+		var err error
+		if request.Network, err = network(req.Policy, req.Publish, k.hostPorts); err != nil {
+			return nil, err
+		}
+		request.Env = rewriteLoopback(req.Env, k.hostPorts)
+	}
+	opts := imagestore.EnsureOptions{PullMissing: true, Progress: req.Progress}
+	machine, err := boot(ctx, k.images, req.Image, opts, k.launcher.Launch, request)
 	if err != nil {
 		return nil, err
 	}

@@ -1,7 +1,9 @@
 package sandbox
 
 import (
+	"context"
 	"log/slog"
+	"sync"
 	"time"
 )
 
@@ -22,10 +24,47 @@ func (m *Manager) reapIdle() {
 		select {
 		case <-m.life.Done():
 			return
-		case now := <-ticker.C:
-			m.reap(now)
+		case <-ticker.C:
+			m.askNetworks()
+			m.reap(time.Now())
 		}
 	}
+}
+
+// askTimeout bounds the question to a shim, which runs on this host.
+const askTimeout = 5 * time.Second
+
+// askNetworks counts what went through networks as activity, for the sandboxes
+// that would be ended otherwise. A shim that does not answer has no say.
+func (m *Manager) askNetworks() {
+	now := time.Now()
+	m.mu.Lock()
+	var asked []*entry
+	for _, e := range m.entries {
+		if e.networked && e.ending == nil && e.due(now.Sub(e.lastActivity), m.busyGrace()) {
+			asked = append(asked, e)
+		}
+	}
+	m.mu.Unlock()
+	var answers sync.WaitGroup
+	for _, e := range asked {
+		answers.Go(func() {
+			ctx, cancel := context.WithTimeout(m.life, askTimeout)
+			defer cancel()
+			stats, err := e.machine.Stats(ctx)
+			if err != nil || stats.Network == nil {
+				m.cfg.Log.Warn("ask a sandbox's network for its activity", "sandbox_id", e.id, "error", err)
+				return
+			}
+			at := time.Now().Add(-stats.Network.Idle)
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			if at.After(e.lastActivity) {
+				e.lastActivity = at
+			}
+		})
+	}
+	answers.Wait()
 }
 
 // reap decides and claims under one lock, so that a call which was admitted is

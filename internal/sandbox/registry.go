@@ -39,6 +39,9 @@ type Config struct {
 	// request has none.
 	DefaultIdleTimeoutSecs        uint64
 	DefaultCPUs, DefaultMemoryMiB uint32
+	// HostPorts are TCP ports of the host's loopback that every sandbox with a
+	// network reaches at its gateway.
+	HostPorts []uint16
 }
 
 // The timing of shutdown. An adapter has 10 s for its whole end.
@@ -59,6 +62,8 @@ type machine interface {
 	End() error
 	Stop(ctx context.Context, grace time.Duration) error
 	Kill() error
+	Stats(ctx context.Context) (vm.Stats, error)
+	Status(ctx context.Context) (vm.Status, error)
 }
 
 // Manager holds the sandboxes of one adapter and serves Functions on them. All
@@ -100,7 +105,9 @@ type entry struct {
 	number      uint64
 	created     time.Time
 	idleTimeout time.Duration
-	machine     machine
+	// networked tells that what goes through its network is activity.
+	networked bool
+	machine   machine
 	// gone is closed once the entry is no longer registered.
 	gone chan struct{}
 

@@ -3,6 +3,8 @@ package sandbox
 import (
 	"context"
 	"io"
+
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 )
 
 // The requests and replies of Manager, in the units of the contract's fields. A
@@ -29,8 +31,13 @@ type CreateRequest struct {
 	CPUs, MemoryMiB *uint32
 	// Name is a free label of at most 4096 bytes; it need not be unique.
 	Name *string
-	// Network asks for a network interface, which this build does not have (S300).
+	// Network asks for a network interface: without it there is none but loopback.
 	Network bool
+	// Policy narrows what a network reaches; nil is all but what is always denied.
+	// Its HostPorts are the operator's, whatever it says. Not without Network.
+	Policy *egress.Policy
+	// Publish are ports of the host that lead into the sandbox. Not without Network.
+	Publish []PublishedPort
 	// IdleTimeoutSecs ends the sandbox after that time without activity; nil
 	// takes the configuration's default, 0 ends it as soon as it is idle.
 	IdleTimeoutSecs *uint64
@@ -42,6 +49,9 @@ type CreateRequest struct {
 type Created struct {
 	// SandboxID is a UUID in its canonical form; Image is the request's.
 	SandboxID, Image string
+	// Published are the ports of the request, each with the host's port that was
+	// taken.
+	Published []PublishedPort
 }
 
 // ExecRequest asks for a program in a sandbox.

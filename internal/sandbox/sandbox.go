@@ -85,6 +85,12 @@ func (s *Sandbox) WriteFile(ctx context.Context, path string, content io.Reader)
 	return err
 }
 
+// Published are the ports of the host that lead into the sandbox.
+func (s *Sandbox) Published(ctx context.Context) ([]PublishedPort, error) {
+	status, err := s.machine.Status(ctx)
+	return status.Published, err
+}
+
 // Keep lets the sandbox outlive this process: later commands find it by id or
 // name until it is stopped or idle for its time. Only for one created with Keep.
 func (s *Sandbox) Keep() error {

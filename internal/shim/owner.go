@@ -23,6 +23,8 @@ type owner struct {
 	kill     context.CancelCauseFunc
 	detached bool
 	idle     time.Duration
+	// network is set before the VM runs; nil where it has none.
+	network *network
 
 	// released is closed when the launcher has released the VM.
 	released    chan struct{}
@@ -114,6 +116,9 @@ func (o *owner) watchIdle(ctx context.Context) {
 	case <-o.released:
 	}
 	for {
+		if o.network != nil {
+			o.state.touchAt(time.Now().Add(-o.network.gateway.Stats().Idle))
+		}
 		idle, wait := o.state.closeIfIdle(o.idle)
 		if idle {
 			o.end(fmt.Sprintf("it was idle for %v", o.idle))

@@ -19,11 +19,12 @@ type server struct {
 	listener *listener
 	state    *state
 	owner    *owner
+	network  *network // nil where the VM has none
 	upper    string
 }
 
-func newServer(listener *listener, state *state, link *link, owner *owner, upper string) *server {
-	s := &server{listener: listener, state: state, owner: owner, upper: upper}
+func newServer(listener *listener, state *state, link *link, owner *owner, network *network, upper string) *server {
+	s := &server{listener: listener, state: state, owner: owner, network: network, upper: upper}
 	gateway := &gateway{state: state, link: link}
 	s.grpc = grpc.NewServer(
 		grpc.ForceServerCodecV2(rawCodec{}),
@@ -64,6 +65,7 @@ func (s *server) close() error {
 // Status implements shim.v1.
 func (s *server) Status(context.Context, *shimv1.StatusRequest) (*shimv1.StatusResponse, error) {
 	status, _ := s.state.snapshot()
+	status.Published = s.network.published()
 	return status, nil
 }
 
@@ -99,6 +101,9 @@ func (s *server) Kill(ctx context.Context, _ *shimv1.KillRequest) (*shimv1.KillR
 // Stats implements shim.v1.
 func (s *server) Stats(context.Context, *shimv1.StatsRequest) (*shimv1.StatsResponse, error) {
 	stats, err := measure(s.state.vmmPID(), s.upper)
+	if err == nil {
+		stats.Network = s.network.stats()
+	}
 	select {
 	case <-s.state.ended:
 		// Its number may be another process's by now.

@@ -129,6 +129,8 @@ type run struct {
 	owner  *owner
 	server *server
 	wires  *wires
+	// network is nil for a VM without one.
+	network *network
 	// env is the payload of the env frame.
 	env []byte
 	// locked tells that the machine directory is this run's.
@@ -175,11 +177,18 @@ func (r *run) prepare(ctx context.Context, undo *cleanup.Stack) error {
 		return err
 	}
 	undo.Add(r.wires.close)
+	if r.spec.Network != nil {
+		if r.network, err = openNetwork(r.log, r.spec); err != nil {
+			return err
+		}
+		undo.Add(r.network.close)
+		r.owner.network = r.network
+	}
 	listener, err := listen(ctx, r.spec.Socket)
 	if err != nil {
 		return err
 	}
-	r.server = newServer(listener, r.state, r.link, r.owner, r.spec.Upper.Path)
+	r.server = newServer(listener, r.state, r.link, r.owner, r.network, r.spec.Upper.Path)
 	undo.Add(r.server.close)
 	return nil
 }
@@ -219,10 +228,16 @@ func (r *run) boot(ctx context.Context) bootspec.End {
 	work.Go(func() { r.link.serveSerial(serving, r.wires.link) })
 	work.Go(func() { r.owner.watchLifeline(r.opts.Lifeline) })
 	work.Go(func() { r.owner.watchIdle(serving) })
+	var guestNetwork *os.File
+	if r.network != nil {
+		work.Go(func() { r.network.watch(ctx, r.log) })
+		guestNetwork = r.network.guest
+	}
 	r.tellReady()
 
 	end := r.opts.Hypervisor.Run(ctx, r.spec, Devices{
-		Env: r.wires.guestEnv, Link: r.wires.guestLink, Console: r.wires.guestConsole, Log: r.wires.vmmLog,
+		Network: guestNetwork,
+		Env:     r.wires.guestEnv, Link: r.wires.guestLink, Console: r.wires.guestConsole, Log: r.wires.vmmLog,
 		Started: r.state.started,
 		Offer:   func(c net.Conn) { work.Go(func() { r.link.offer(serving, c) }) },
 	})

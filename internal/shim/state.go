@@ -105,6 +105,15 @@ func (s *state) touch() {
 	s.last = time.Now()
 }
 
+// touchAt makes t the moment of the last activity, unless there was one since.
+func (s *state) touchAt(t time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if t.After(s.last) {
+		s.last = t
+	}
+}
+
 // closeIfIdle stops new agent calls when there was none for d, so that the
 // VM's end cannot cut one off. Otherwise it returns how long to wait before
 // that can be.

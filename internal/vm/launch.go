@@ -163,6 +163,10 @@ func newSpec(dir *machineDir, req Request) (*bootspec.Spec, error) {
 			NoFile:   req.NoFile,
 		},
 	}
+	if n := req.Network; n != nil {
+		spec.Network = &bootspec.Network{Policy: n.Policy, Publish: slices.Clone(n.Publish)}
+		spec.Guest.Interface = bootspec.NewInterface(bootspec.DefaultMTU, len(n.Policy.HostPorts) > 0)
+	}
 	if req.Upper != "" {
 		spec.Upper = bootspec.Disk{Path: req.Upper, Durable: true}
 	}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 )
 
@@ -71,6 +72,17 @@ func (l *Launcher) timeout(vmm string) time.Duration {
 	return bootTimeout
 }
 
+// PublishedPort is a port of the host that leads into a guest.
+type PublishedPort = bootspec.PublishedPort
+
+// Network is what a VM's network is good for.
+type Network struct {
+	// Policy says what the guest reaches; its mode is not egress.Off.
+	Policy egress.Policy
+	// Publish are ports of the host's 127.0.0.1 that lead into the guest.
+	Publish []PublishedPort
+}
+
 // Request describes the VM to launch.
 type Request struct {
 	// ID names the VM (layout.ValidID); empty lets Launch choose one.
@@ -92,6 +104,8 @@ type Request struct {
 	Hostname string
 	// NoFile is the guest's limit on open files; 0 means 65536.
 	NoFile uint64
+	// Network is nil for a VM that has no network at all.
+	Network *Network
 	// Lifetime is bootspec.Tied (also when empty) or bootspec.Detached.
 	Lifetime string
 	// IdleTimeout ends a released VM that gets no call for so long; 0 means

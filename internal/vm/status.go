@@ -36,6 +36,9 @@ type Status struct {
 	LastActivity time.Time
 	// ShimVersion names the shim's build.
 	ShimVersion string
+	// Published are the ports of the host that lead into the guest, by host port;
+	// none is 0 here.
+	Published []PublishedPort
 }
 
 // Status asks the shim.
@@ -53,7 +56,12 @@ func statusOf(s *shimv1.StatusResponse) Status {
 		shimv1.State_STATE_RUNNING: Running,
 		shimv1.State_STATE_ENDED:   Ended,
 	}
+	var published []PublishedPort
+	for _, p := range s.GetPublished() {
+		published = append(published, PublishedPort{Host: uint16(p.GetHost()), Guest: uint16(p.GetGuest())})
+	}
 	return Status{
+		Published:    published,
 		State:        states[s.GetState()],
 		VMM:          s.GetVmm(),
 		VMMPID:       int(s.GetVmmPid()),
@@ -81,6 +89,22 @@ type Stats struct {
 	RSS, RSSAnon, ShimRSSAnon uint64
 	// UpperBytes is what the writable disk takes.
 	UpperBytes uint64
+	// Network is nil for a VM without one.
+	Network *NetworkStats
+}
+
+// NetworkStats is what went through a VM's gateway since its start: payload alone,
+// neither acknowledgements nor keep-alives.
+type NetworkStats struct {
+	// BytesIn went into the guest, BytesOut out of it, DNS not counted.
+	BytesIn, BytesOut uint64
+	// TCPFlows and UDPFlows were opened, LiveFlows are open now.
+	TCPFlows, UDPFlows, LiveFlows uint64
+	// DNSQueries were asked, Denied is what the policy denied.
+	DNSQueries, Denied uint64
+	// Idle is the time since the last payload, or since the start, by a clock that
+	// is never set.
+	Idle time.Duration
 }
 
 // Stats measures the VM.
@@ -95,5 +119,18 @@ func (m *Machine) Stats(ctx context.Context) (Stats, error) {
 		RSSAnon:     reply.GetRssAnonBytes(),
 		ShimRSSAnon: reply.GetShimRssAnonBytes(),
 		UpperBytes:  reply.GetUpperBytes(),
+		Network:     networkStatsOf(reply.GetNetwork()),
 	}, nil
+}
+
+func networkStatsOf(n *shimv1.NetworkStats) *NetworkStats {
+	if n == nil {
+		return nil
+	}
+	return &NetworkStats{
+		BytesIn: n.GetInBytes(), BytesOut: n.GetOutBytes(),
+		TCPFlows: n.GetTcpFlows(), UDPFlows: n.GetUdpFlows(), LiveFlows: n.GetLiveFlows(),
+		DNSQueries: n.GetDnsQueries(), Denied: n.GetDenied(),
+		Idle: time.Duration(n.GetIdleMs()) * time.Millisecond,
+	}
 }

@@ -139,7 +139,9 @@ type StatusResponse struct {
 	// Set in STATE_ENDED.
 	End *End `protobuf:"bytes,9,opt,name=end,proto3" json:"end,omitempty"`
 	// Version of the shim's build.
-	ShimVersion   string `protobuf:"bytes,10,opt,name=shim_version,json=shimVersion,proto3" json:"shim_version,omitempty"`
+	ShimVersion string `protobuf:"bytes,10,opt,name=shim_version,json=shimVersion,proto3" json:"shim_version,omitempty"`
+	// Ports of the host that lead into the guest, where it has a network.
+	Published     []*PublishedPort `protobuf:"bytes,11,rep,name=published,proto3" json:"published,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -244,6 +246,66 @@ func (x *StatusResponse) GetShimVersion() string {
 	return ""
 }
 
+func (x *StatusResponse) GetPublished() []*PublishedPort {
+	if x != nil {
+		return x.Published
+	}
+	return nil
+}
+
+// A TCP port of the host's 127.0.0.1 that leads to one of the guest.
+type PublishedPort struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Host          uint32                 `protobuf:"varint,1,opt,name=host,proto3" json:"host,omitempty"`
+	Guest         uint32                 `protobuf:"varint,2,opt,name=guest,proto3" json:"guest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PublishedPort) Reset() {
+	*x = PublishedPort{}
+	mi := &file_shim_v1_shim_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PublishedPort) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PublishedPort) ProtoMessage() {}
+
+func (x *PublishedPort) ProtoReflect() protoreflect.Message {
+	mi := &file_shim_v1_shim_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PublishedPort.ProtoReflect.Descriptor instead.
+func (*PublishedPort) Descriptor() ([]byte, []int) {
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *PublishedPort) GetHost() uint32 {
+	if x != nil {
+		return x.Host
+	}
+	return 0
+}
+
+func (x *PublishedPort) GetGuest() uint32 {
+	if x != nil {
+		return x.Guest
+	}
+	return 0
+}
+
 // How a VM ended.
 type End struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -262,7 +324,7 @@ type End struct {
 
 func (x *End) Reset() {
 	*x = End{}
-	mi := &file_shim_v1_shim_proto_msgTypes[2]
+	mi := &file_shim_v1_shim_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -274,7 +336,7 @@ func (x *End) String() string {
 func (*End) ProtoMessage() {}
 
 func (x *End) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[2]
+	mi := &file_shim_v1_shim_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -287,7 +349,7 @@ func (x *End) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use End.ProtoReflect.Descriptor instead.
 func (*End) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{2}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *End) GetClass() string {
@@ -326,7 +388,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_shim_v1_shim_proto_msgTypes[3]
+	mi := &file_shim_v1_shim_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -338,7 +400,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[3]
+	mi := &file_shim_v1_shim_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -351,7 +413,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{3}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{4}
 }
 
 type WatchResponse struct {
@@ -363,7 +425,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_shim_v1_shim_proto_msgTypes[4]
+	mi := &file_shim_v1_shim_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -375,7 +437,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[4]
+	mi := &file_shim_v1_shim_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -388,7 +450,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{4}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WatchResponse) GetStatus() *StatusResponse {
@@ -406,7 +468,7 @@ type KillRequest struct {
 
 func (x *KillRequest) Reset() {
 	*x = KillRequest{}
-	mi := &file_shim_v1_shim_proto_msgTypes[5]
+	mi := &file_shim_v1_shim_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -418,7 +480,7 @@ func (x *KillRequest) String() string {
 func (*KillRequest) ProtoMessage() {}
 
 func (x *KillRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[5]
+	mi := &file_shim_v1_shim_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -431,7 +493,7 @@ func (x *KillRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillRequest.ProtoReflect.Descriptor instead.
 func (*KillRequest) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{5}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{6}
 }
 
 type KillResponse struct {
@@ -443,7 +505,7 @@ type KillResponse struct {
 
 func (x *KillResponse) Reset() {
 	*x = KillResponse{}
-	mi := &file_shim_v1_shim_proto_msgTypes[6]
+	mi := &file_shim_v1_shim_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -455,7 +517,7 @@ func (x *KillResponse) String() string {
 func (*KillResponse) ProtoMessage() {}
 
 func (x *KillResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[6]
+	mi := &file_shim_v1_shim_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -468,7 +530,7 @@ func (x *KillResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KillResponse.ProtoReflect.Descriptor instead.
 func (*KillResponse) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{6}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *KillResponse) GetEnd() *End {
@@ -486,7 +548,7 @@ type StatsRequest struct {
 
 func (x *StatsRequest) Reset() {
 	*x = StatsRequest{}
-	mi := &file_shim_v1_shim_proto_msgTypes[7]
+	mi := &file_shim_v1_shim_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -498,7 +560,7 @@ func (x *StatsRequest) String() string {
 func (*StatsRequest) ProtoMessage() {}
 
 func (x *StatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[7]
+	mi := &file_shim_v1_shim_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -511,7 +573,7 @@ func (x *StatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsRequest.ProtoReflect.Descriptor instead.
 func (*StatsRequest) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{7}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{8}
 }
 
 type StatsResponse struct {
@@ -524,14 +586,16 @@ type StatsResponse struct {
 	// Anonymous memory of the shim itself, in bytes (Linux).
 	ShimRssAnonBytes uint64 `protobuf:"varint,4,opt,name=shim_rss_anon_bytes,json=shimRssAnonBytes,proto3" json:"shim_rss_anon_bytes,omitempty"`
 	// Disk space the writable upper takes on the host, in bytes.
-	UpperBytes    uint64 `protobuf:"varint,5,opt,name=upper_bytes,json=upperBytes,proto3" json:"upper_bytes,omitempty"`
+	UpperBytes uint64 `protobuf:"varint,5,opt,name=upper_bytes,json=upperBytes,proto3" json:"upper_bytes,omitempty"`
+	// Only for a VM with a network.
+	Network       *NetworkStats `protobuf:"bytes,6,opt,name=network,proto3" json:"network,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *StatsResponse) Reset() {
 	*x = StatsResponse{}
-	mi := &file_shim_v1_shim_proto_msgTypes[8]
+	mi := &file_shim_v1_shim_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -543,7 +607,7 @@ func (x *StatsResponse) String() string {
 func (*StatsResponse) ProtoMessage() {}
 
 func (x *StatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_shim_v1_shim_proto_msgTypes[8]
+	mi := &file_shim_v1_shim_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -556,7 +620,7 @@ func (x *StatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatsResponse.ProtoReflect.Descriptor instead.
 func (*StatsResponse) Descriptor() ([]byte, []int) {
-	return file_shim_v1_shim_proto_rawDescGZIP(), []int{8}
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *StatsResponse) GetCpuMs() uint64 {
@@ -594,12 +658,126 @@ func (x *StatsResponse) GetUpperBytes() uint64 {
 	return 0
 }
 
+func (x *StatsResponse) GetNetwork() *NetworkStats {
+	if x != nil {
+		return x.Network
+	}
+	return nil
+}
+
+// What went through a VM's gateway since its start. Payload alone: TCP data, UDP
+// datagrams, DNS questions; neither acknowledgements nor keep-alives.
+type NetworkStats struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Bytes into the guest and out of it, without DNS.
+	InBytes  uint64 `protobuf:"varint,1,opt,name=in_bytes,json=inBytes,proto3" json:"in_bytes,omitempty"`
+	OutBytes uint64 `protobuf:"varint,2,opt,name=out_bytes,json=outBytes,proto3" json:"out_bytes,omitempty"`
+	// Flows that were opened, and those open now.
+	TcpFlows   uint64 `protobuf:"varint,3,opt,name=tcp_flows,json=tcpFlows,proto3" json:"tcp_flows,omitempty"`
+	UdpFlows   uint64 `protobuf:"varint,4,opt,name=udp_flows,json=udpFlows,proto3" json:"udp_flows,omitempty"`
+	LiveFlows  uint64 `protobuf:"varint,5,opt,name=live_flows,json=liveFlows,proto3" json:"live_flows,omitempty"`
+	DnsQueries uint64 `protobuf:"varint,6,opt,name=dns_queries,json=dnsQueries,proto3" json:"dns_queries,omitempty"`
+	// What the policy denied.
+	Denied uint64 `protobuf:"varint,7,opt,name=denied,proto3" json:"denied,omitempty"`
+	// Milliseconds since the last payload, or since the gateway's start, by a clock
+	// that is never set.
+	IdleMs        uint64 `protobuf:"varint,8,opt,name=idle_ms,json=idleMs,proto3" json:"idle_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NetworkStats) Reset() {
+	*x = NetworkStats{}
+	mi := &file_shim_v1_shim_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NetworkStats) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NetworkStats) ProtoMessage() {}
+
+func (x *NetworkStats) ProtoReflect() protoreflect.Message {
+	mi := &file_shim_v1_shim_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NetworkStats.ProtoReflect.Descriptor instead.
+func (*NetworkStats) Descriptor() ([]byte, []int) {
+	return file_shim_v1_shim_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *NetworkStats) GetInBytes() uint64 {
+	if x != nil {
+		return x.InBytes
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetOutBytes() uint64 {
+	if x != nil {
+		return x.OutBytes
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetTcpFlows() uint64 {
+	if x != nil {
+		return x.TcpFlows
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetUdpFlows() uint64 {
+	if x != nil {
+		return x.UdpFlows
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetLiveFlows() uint64 {
+	if x != nil {
+		return x.LiveFlows
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetDnsQueries() uint64 {
+	if x != nil {
+		return x.DnsQueries
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetDenied() uint64 {
+	if x != nil {
+		return x.Denied
+	}
+	return 0
+}
+
+func (x *NetworkStats) GetIdleMs() uint64 {
+	if x != nil {
+		return x.IdleMs
+	}
+	return 0
+}
+
 var File_shim_v1_shim_proto protoreflect.FileDescriptor
 
 const file_shim_v1_shim_proto_rawDesc = "" +
 	"\n" +
 	"\x12shim/v1/shim.proto\x12\ashim.v1\"\x0f\n" +
-	"\rStatusRequest\"\xdf\x02\n" +
+	"\rStatusRequest\"\x95\x03\n" +
 	"\x0eStatusResponse\x12$\n" +
 	"\x05state\x18\x01 \x01(\x0e2\x0e.shim.v1.StateR\x05state\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\x12\x10\n" +
@@ -611,7 +789,11 @@ const file_shim_v1_shim_proto_rawDesc = "" +
 	"\x15last_activity_unix_ms\x18\b \x01(\x03R\x12lastActivityUnixMs\x12\x1e\n" +
 	"\x03end\x18\t \x01(\v2\f.shim.v1.EndR\x03end\x12!\n" +
 	"\fshim_version\x18\n" +
-	" \x01(\tR\vshimVersion\"j\n" +
+	" \x01(\tR\vshimVersion\x124\n" +
+	"\tpublished\x18\v \x03(\v2\x16.shim.v1.PublishedPortR\tpublished\"9\n" +
+	"\rPublishedPort\x12\x12\n" +
+	"\x04host\x18\x01 \x01(\rR\x04host\x12\x14\n" +
+	"\x05guest\x18\x02 \x01(\rR\x05guest\"j\n" +
 	"\x03End\x12\x14\n" +
 	"\x05class\x18\x01 \x01(\tR\x05class\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x1b\n" +
@@ -623,14 +805,26 @@ const file_shim_v1_shim_proto_rawDesc = "" +
 	"\vKillRequest\".\n" +
 	"\fKillResponse\x12\x1e\n" +
 	"\x03end\x18\x01 \x01(\v2\f.shim.v1.EndR\x03end\"\x0e\n" +
-	"\fStatsRequest\"\xb9\x01\n" +
+	"\fStatsRequest\"\xea\x01\n" +
 	"\rStatsResponse\x12\x15\n" +
 	"\x06cpu_ms\x18\x01 \x01(\x04R\x05cpuMs\x12\x1b\n" +
 	"\trss_bytes\x18\x02 \x01(\x04R\brssBytes\x12$\n" +
 	"\x0erss_anon_bytes\x18\x03 \x01(\x04R\frssAnonBytes\x12-\n" +
 	"\x13shim_rss_anon_bytes\x18\x04 \x01(\x04R\x10shimRssAnonBytes\x12\x1f\n" +
 	"\vupper_bytes\x18\x05 \x01(\x04R\n" +
-	"upperBytes*U\n" +
+	"upperBytes\x12/\n" +
+	"\anetwork\x18\x06 \x01(\v2\x15.shim.v1.NetworkStatsR\anetwork\"\xf1\x01\n" +
+	"\fNetworkStats\x12\x19\n" +
+	"\bin_bytes\x18\x01 \x01(\x04R\ainBytes\x12\x1b\n" +
+	"\tout_bytes\x18\x02 \x01(\x04R\boutBytes\x12\x1b\n" +
+	"\ttcp_flows\x18\x03 \x01(\x04R\btcpFlows\x12\x1b\n" +
+	"\tudp_flows\x18\x04 \x01(\x04R\budpFlows\x12\x1d\n" +
+	"\n" +
+	"live_flows\x18\x05 \x01(\x04R\tliveFlows\x12\x1f\n" +
+	"\vdns_queries\x18\x06 \x01(\x04R\n" +
+	"dnsQueries\x12\x16\n" +
+	"\x06denied\x18\a \x01(\x04R\x06denied\x12\x17\n" +
+	"\aidle_ms\x18\b \x01(\x04R\x06idleMs*U\n" +
 	"\x05State\x12\x15\n" +
 	"\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n" +
 	"\rSTATE_BOOTING\x10\x01\x12\x11\n" +
@@ -655,37 +849,41 @@ func file_shim_v1_shim_proto_rawDescGZIP() []byte {
 }
 
 var file_shim_v1_shim_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_shim_v1_shim_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
+var file_shim_v1_shim_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_shim_v1_shim_proto_goTypes = []any{
 	(State)(0),             // 0: shim.v1.State
 	(*StatusRequest)(nil),  // 1: shim.v1.StatusRequest
 	(*StatusResponse)(nil), // 2: shim.v1.StatusResponse
-	(*End)(nil),            // 3: shim.v1.End
-	(*WatchRequest)(nil),   // 4: shim.v1.WatchRequest
-	(*WatchResponse)(nil),  // 5: shim.v1.WatchResponse
-	(*KillRequest)(nil),    // 6: shim.v1.KillRequest
-	(*KillResponse)(nil),   // 7: shim.v1.KillResponse
-	(*StatsRequest)(nil),   // 8: shim.v1.StatsRequest
-	(*StatsResponse)(nil),  // 9: shim.v1.StatsResponse
+	(*PublishedPort)(nil),  // 3: shim.v1.PublishedPort
+	(*End)(nil),            // 4: shim.v1.End
+	(*WatchRequest)(nil),   // 5: shim.v1.WatchRequest
+	(*WatchResponse)(nil),  // 6: shim.v1.WatchResponse
+	(*KillRequest)(nil),    // 7: shim.v1.KillRequest
+	(*KillResponse)(nil),   // 8: shim.v1.KillResponse
+	(*StatsRequest)(nil),   // 9: shim.v1.StatsRequest
+	(*StatsResponse)(nil),  // 10: shim.v1.StatsResponse
+	(*NetworkStats)(nil),   // 11: shim.v1.NetworkStats
 }
 var file_shim_v1_shim_proto_depIdxs = []int32{
-	0, // 0: shim.v1.StatusResponse.state:type_name -> shim.v1.State
-	3, // 1: shim.v1.StatusResponse.end:type_name -> shim.v1.End
-	2, // 2: shim.v1.WatchResponse.status:type_name -> shim.v1.StatusResponse
-	3, // 3: shim.v1.KillResponse.end:type_name -> shim.v1.End
-	1, // 4: shim.v1.ShimService.Status:input_type -> shim.v1.StatusRequest
-	4, // 5: shim.v1.ShimService.Watch:input_type -> shim.v1.WatchRequest
-	6, // 6: shim.v1.ShimService.Kill:input_type -> shim.v1.KillRequest
-	8, // 7: shim.v1.ShimService.Stats:input_type -> shim.v1.StatsRequest
-	2, // 8: shim.v1.ShimService.Status:output_type -> shim.v1.StatusResponse
-	5, // 9: shim.v1.ShimService.Watch:output_type -> shim.v1.WatchResponse
-	7, // 10: shim.v1.ShimService.Kill:output_type -> shim.v1.KillResponse
-	9, // 11: shim.v1.ShimService.Stats:output_type -> shim.v1.StatsResponse
-	8, // [8:12] is the sub-list for method output_type
-	4, // [4:8] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	0,  // 0: shim.v1.StatusResponse.state:type_name -> shim.v1.State
+	4,  // 1: shim.v1.StatusResponse.end:type_name -> shim.v1.End
+	3,  // 2: shim.v1.StatusResponse.published:type_name -> shim.v1.PublishedPort
+	2,  // 3: shim.v1.WatchResponse.status:type_name -> shim.v1.StatusResponse
+	4,  // 4: shim.v1.KillResponse.end:type_name -> shim.v1.End
+	11, // 5: shim.v1.StatsResponse.network:type_name -> shim.v1.NetworkStats
+	1,  // 6: shim.v1.ShimService.Status:input_type -> shim.v1.StatusRequest
+	5,  // 7: shim.v1.ShimService.Watch:input_type -> shim.v1.WatchRequest
+	7,  // 8: shim.v1.ShimService.Kill:input_type -> shim.v1.KillRequest
+	9,  // 9: shim.v1.ShimService.Stats:input_type -> shim.v1.StatsRequest
+	2,  // 10: shim.v1.ShimService.Status:output_type -> shim.v1.StatusResponse
+	6,  // 11: shim.v1.ShimService.Watch:output_type -> shim.v1.WatchResponse
+	8,  // 12: shim.v1.ShimService.Kill:output_type -> shim.v1.KillResponse
+	10, // 13: shim.v1.ShimService.Stats:output_type -> shim.v1.StatsResponse
+	10, // [10:14] is the sub-list for method output_type
+	6,  // [6:10] is the sub-list for method input_type
+	6,  // [6:6] is the sub-list for extension type_name
+	6,  // [6:6] is the sub-list for extension extendee
+	0,  // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_shim_v1_shim_proto_init() }
@@ -699,7 +897,7 @@ func file_shim_v1_shim_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_shim_v1_shim_proto_rawDesc), len(file_shim_v1_shim_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   9,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -50,6 +50,9 @@ func (d *Driver) prepareQEMU(ctx context.Context, spec *bootspec.Spec) error {
 		Binary: binary, Machine: machine, TSCKHz: khz,
 		Kernel: kernel.Image, Initramfs: initramfs,
 	}
+	if spec.Guest.Interface != nil {
+		spec.Guest.Interface.MTU = bootspec.MaxMTU
+	}
 	switch want := d.cfg.Getenv(envSnapshot); want {
 	case "", snapshotOn:
 		spec.QEMU.Snapshot = d.snapshot(ctx, spec)

@@ -38,10 +38,15 @@ func (d *Driver) snapshot(ctx context.Context, spec *bootspec.Spec) string {
 		return "" // the boot will tell
 	}
 	q := spec.QEMU
+	network := "no network"
+	if n := spec.Guest.Interface; n != nil {
+		// The device alone: what the guest does with it comes with its boot spec.
+		network = fmt.Sprintf("network %s, MTU %d", n.MAC, n.MTU)
+	}
 	inputs := vmassets.SnapshotInputs{
 		Files: []string{shim, q.Binary, q.Kernel},
 		// An initramfs is named by its content.
-		Machine: fmt.Sprintf("%s %d kHz, %d CPUs, %d MiB, %s", q.Machine, q.TSCKHz, spec.CPUs, spec.MemoryMiB, filepath.Base(q.Initramfs)),
+		Machine: fmt.Sprintf("%s %d kHz, %d CPUs, %d MiB, %s, %s", q.Machine, q.TSCKHz, spec.CPUs, spec.MemoryMiB, filepath.Base(q.Initramfs), network),
 	}
 	if q.Machine == machineQ35 {
 		// The guest has measured the counter of a host whose rate nobody else knows,

@@ -35,7 +35,7 @@ func (m *fakeMachine) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Dev
 	// Power is off: nothing of the guest goes on.
 	table.SignalAll(syscall.SIGKILL)
 	_ = table.Wait(context.WithoutCancel(ctx))
-	for _, file := range []*os.File{dev.Env, dev.Link, dev.Console, dev.Log} {
+	for _, file := range []*os.File{dev.Env, dev.Link, dev.Console, dev.Log, dev.Network} {
 		_ = file.Close()
 	}
 	switch {
