@@ -17,8 +17,8 @@ const (
 	MaxPin = time.Hour
 )
 
-// MaxPins is the most pinned pairs of name and address. Beyond it the pair that
-// ends first is forgotten: the guest has to ask again.
+// MaxPins is the most pinned pairs of name and address. Beyond it those that end
+// first are forgotten: the guest has to ask again.
 const MaxPins = 4096
 
 // Denial is why something may not leave. It is an error.
@@ -136,23 +136,14 @@ func (c *Checker) Learn(name string, addrs []netip.Addr, ttl time.Duration) {
 	}
 }
 
-// forget drops the pins that ended, and at least the one that ends first.
+// forget drops the pins that end first, an eighth of all, so that it is not called
+// again soon.
 func (c *Checker) forget() {
-	now := time.Now()
-	first := slices.MinFunc(slices.Collect(maps.Keys(c.pins)), func(a, b pin) int { return c.pins[a].Compare(c.pins[b]) })
-	c.drop(first)
-	maps.DeleteFunc(c.pins, func(p pin, end time.Time) bool {
-		if now.Before(end) {
-			return false
-		}
+	all := slices.SortedFunc(maps.Keys(c.pins), func(a, b pin) int { return c.pins[a].Compare(c.pins[b]) })
+	for _, p := range all[:len(all)/8] {
+		delete(c.pins, p)
 		c.unname(p)
-		return true
-	})
-}
-
-func (c *Checker) drop(p pin) {
-	delete(c.pins, p)
-	c.unname(p)
+	}
 }
 
 func (c *Checker) unname(p pin) {

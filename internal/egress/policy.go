@@ -292,9 +292,16 @@ func parseName(text string) (name string, wild bool, err error) {
 	return name, wild, nil
 }
 
-// canonicalName is a name in lower case without its final dot.
+// canonicalName is a name in lower case without its final dot. In DNS that is
+// about ASCII alone: other letters are others, however they look.
 func canonicalName(name string) string {
-	return strings.ToLower(strings.TrimSuffix(name, "."))
+	b := []byte(strings.TrimSuffix(name, "."))
+	for i, c := range b {
+		if 'A' <= c && c <= 'Z' {
+			b[i] = c + 'a' - 'A'
+		}
+	}
+	return string(b)
 }
 
 func validName(name string) bool {

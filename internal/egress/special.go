@@ -91,8 +91,8 @@ func reaches(addr netip.Addr) []netip.Addr {
 	case localNAT64.Contains(addr):
 		// Behind a prefix of 96 bits, or 48, 56 or 64, where byte 8 is none of the
 		// address; a reading as 0.0.0.0/8 means nothing.
-		all := []netip.Addr{addr, v4(12)}
-		for _, v4 := range [][4]byte{{b[6], b[7], b[9], b[10]}, {b[7], b[9], b[10], b[11]}, {b[9], b[10], b[11], b[12]}} {
+		all := []netip.Addr{addr}
+		for _, v4 := range [][4]byte{v4(12).As4(), {b[6], b[7], b[9], b[10]}, {b[7], b[9], b[10], b[11]}, {b[9], b[10], b[11], b[12]}} {
 			if v4[0] != 0 {
 				all = append(all, netip.AddrFrom4(v4))
 			}
