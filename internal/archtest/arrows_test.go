@@ -43,7 +43,7 @@ shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layo
 shim/qemu      -> agentlink bootspec cleanup shim
 shim/libkrun   -> agentlink bootspec krun layout shim
 # It puts a shim and an agent together in one process.
-vm/vmtest      -> agent agent/procs agentlink bootspec guest imagestore layout shim vm vmassets
+vm/vmtest      -> agent agent/procs agentlink bootspec egress guest imagestore layout shim test/netprobe/wire vm vmassets
 
 # The core and its surface. cli is where progress, results and findings of each
 # become text. sandbox takes the most that an environment may have from bootspec.
@@ -76,6 +76,10 @@ test/bench/probe    -> test/bench/sequence
 # Through the engine in memory, beside Node; bootspec, shim and vmtest for a fake in
 # the place of krun-shim.
 test/bench          -> bootspec cleanup guest iii iii/iiitest imagestore layout shim test/bench/sequence test/nodesdk vm vm/shimdriver vm/vmtest vmassets
+
+# What tests and the benchmark run in guests, to look at their network.
+test/netprobe/wire ->
+test/netprobe      -> test/netprobe/wire
 
 # The engine in memory, in tests and as a program of its own.
 iii/iiitest     -> iii

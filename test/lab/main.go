@@ -105,17 +105,23 @@ func command(ctx context.Context, args []string) (int, error) {
 	if out, err := build.CombinedOutput(); err != nil {
 		return 0, fmt.Errorf("build the suite: %w\n%s", err, out)
 	}
+	probe := filepath.Join(cache, "netprobe")
+	build = exec.CommandContext(ctx, "go", "build", "-trimpath", "-ldflags", "-s -w", "-o", probe, "./test/netprobe")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		return 0, fmt.Errorf("build netprobe: %w\n%s", err, out)
+	}
 	m := &l1.Machine{
 		Cache: cache,
 		Files: map[string]string{
-			"opt/adapter": "bin/adapter", "opt/krun-shim": "bin/krun-shim", "opt/guest-agent": "bin/guest-agent", "opt/shimdriver.test": tests,
+			"opt/adapter": "bin/adapter", "opt/krun-shim": "bin/krun-shim", "opt/guest-agent": "bin/guest-agent", "opt/shimdriver.test": tests, "opt/netprobe": probe,
 			"opt/" + filepath.Base(pair.Library): pair.Library, "opt/" + filepath.Base(pair.Firmware): pair.Firmware,
 		},
 		Trees: map[string]string{"opt/images/busybox": filepath.Join(roots.ImageLayouts(), "busybox")},
 		Env: map[string]string{
 			"III_SANDBOX_CACHE_DIR": "/run/c", "III_SANDBOX_STATE_DIR": "/run/s", "III_SANDBOX_RUN_DIR": "/run/r",
 			"III_SANDBOX_IMAGE_DIR": "/opt/images", "III_LIBKRUN_PATH": "/opt",
-			"III_KRUN_SHIM": "/opt/krun-shim", "III_GUEST_AGENT": "/opt/guest-agent",
+			"III_KRUN_SHIM": "/opt/krun-shim", "III_GUEST_AGENT": "/opt/guest-agent", "VMTEST_PROBE": "/opt/netprobe",
 		},
 		Command: o.command, MemoryMiB: o.memory, Timeout: o.timeout, Terminal: o.shell,
 	}

@@ -22,7 +22,7 @@ func libkrunEnv(t testing.TB, host *vmtest.Host) *vmtest.Env {
 		t.Fatal(err)
 	}
 	return &vmtest.Env{
-		Driver: d, Roots: roots, Lower: host.Lower,
+		Driver: d, Roots: roots, Lower: host.Lower, Probe: host.Probe,
 		Patience: patience, Crowd: libkrunCrowd, RealDisk: true, Load: vmtest.WholeLoad(),
 	}
 }

@@ -40,7 +40,7 @@ func qemuEnv(t testing.TB, host *vmtest.Host, env map[string]string) *vmtest.Env
 	t.Helper()
 	roots := host.Roots(t)
 	return &vmtest.Env{
-		Driver: qemuDriver(t, host, roots, env), Roots: roots, Lower: host.Lower,
+		Driver: qemuDriver(t, host, roots, env), Roots: roots, Lower: host.Lower, Probe: host.Probe,
 		Patience: patience, Crowd: 6, RealDisk: true,
 	}
 }

@@ -26,6 +26,9 @@ import (
 // where they cannot run.
 const requireEnv = "VMTEST_REQUIRE"
 
+// probeEnv names netprobe's file, where it cannot be built.
+const probeEnv = "VMTEST_PROBE"
+
 // imageName is the catalog name of the suite's image.
 const imageName = "busybox"
 
@@ -35,8 +38,8 @@ type Host struct {
 	Cache string
 	// Lower is the busybox image.
 	Lower string
-	// Shim and Agent are programs built from this tree.
-	Shim, Agent string
+	// Shim, Agent and Probe are programs built from this tree.
+	Shim, Agent, Probe string
 
 	// image keeps the image store from collecting Lower, as long as this
 	// process lives.
@@ -156,10 +159,10 @@ const imageTimeout = time.Minute
 
 // build makes shim and agent from this tree, where it does for all test
 // processes: go build leaves alone what is up to date. III_KRUN_SHIM and
-// III_GUEST_AGENT together name others.
+// III_GUEST_AGENT, together with VMTEST_PROBE, name others.
 func (h *Host) build() error {
-	h.Shim, h.Agent = os.Getenv("III_KRUN_SHIM"), os.Getenv("III_GUEST_AGENT")
-	if h.Shim != "" && h.Agent != "" {
+	h.Shim, h.Agent, h.Probe = os.Getenv("III_KRUN_SHIM"), os.Getenv("III_GUEST_AGENT"), os.Getenv(probeEnv)
+	if h.Shim != "" && h.Agent != "" && h.Probe != "" {
 		return nil
 	}
 	root, err := moduleRoot()
@@ -178,10 +181,11 @@ func (h *Host) build() error {
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
 		return err
 	}
-	h.Shim, h.Agent = filepath.Join(dir, "krun-shim"), filepath.Join(dir, "guest-agent")
+	h.Shim, h.Agent, h.Probe = filepath.Join(dir, "krun-shim"), filepath.Join(dir, "guest-agent"), filepath.Join(dir, "netprobe")
 	return errors.Join(
 		goBuild(root, h.Shim, "./cmd/krun-shim", os.Getenv("CGO_ENABLED")),
 		goBuild(root, h.Agent, "./cmd/guest-agent", "0"),
+		goBuild(root, h.Probe, "./test/netprobe", "0"),
 	)
 }
 

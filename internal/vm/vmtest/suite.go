@@ -32,6 +32,9 @@ type Env struct {
 	Crowd int
 	// RealDisk tells that the guest has a file system of its own.
 	RealDisk bool
+	// Probe is netprobe's file (test/netprobe); empty where the guest has no network
+	// of its own to be looked at.
+	Probe string
 	// Load is how much the long parts do; the zero value is SmallLoad.
 	Load Load
 }
@@ -65,6 +68,9 @@ func RunSuite(t *testing.T, open func(t *testing.T) *Env) {
 		{"Calls", testCalls},
 		{"Reconnect", testReconnect},
 		{"Crowd", testCrowd},
+		{"Network", testNetwork},
+		{"NoNetwork", testNoNetwork},
+		{"RestrictedNetwork", testRestricted},
 	} {
 		t.Run(test.name, func(t *testing.T) { test.run(t, open(t)) })
 	}
