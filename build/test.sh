@@ -16,7 +16,7 @@ step 'build adapter, krun-shim, guest-agent' "$MAKE" build
 step 'modules of the tests' "$GO" list -deps -test ./...
 step 'test runner' sh build/tools.sh gotestsum
 step 'kernel and initramfs of the VM' bin/adapter vmm setup
-step 'images python, node, busybox' "$GO" run ./build/images --if-missing python node busybox
+step 'images python, node, git, busybox' "$GO" run ./build/images --if-missing python node git busybox
 
 [ $# -gt 0 ] || set -- ./...
 # The summary ends with every skipped test and its reason.

@@ -37,6 +37,16 @@ func recipes() []recipe {
 			cmd:      []string{"node"},
 		},
 		{
+			// For tests of the network. What of git is written in Perl is not
+			// needed to clone.
+			name:     "git",
+			packages: append(basePackages(), "git"),
+			drop:     append(scriptPackages(), "git-man", "liberror-perl", "perl"),
+			finish:   []step{mergedUsr, accounts, baseDirs, baseFiles, certificates, alternatives, loaderCache},
+			env:      baseEnv(),
+			cmd:      []string{"sh"},
+		},
+		{
 			name:     "busybox",
 			packages: []string{"busybox-static"},
 			finish:   []step{mergedUsr, busybox},

@@ -132,7 +132,7 @@ func findQEMUHost() (*Host, error) {
 
 // findImage completes a host that can run VMs.
 func findImage(roots layout.Roots) (*Host, error) {
-	image, err := openImage(roots)
+	image, err := openImage(roots, imageName)
 	if err != nil {
 		return nil, fmt.Errorf("%w: make it with `go run ./build/images %s`", err, imageName)
 	}
@@ -140,7 +140,30 @@ func findImage(roots layout.Roots) (*Host, error) {
 	return h, h.build()
 }
 
-func openImage(roots layout.Roots) (*imagestore.Image, error) {
+// Image returns the lower of another image, which stays for the test's time. A
+// host without it skips the test, or fails it where VMTEST_REQUIRE has qemu.
+func (h *Host) Image(t testing.TB, name string) string {
+	t.Helper()
+	roots, err := layout.FromEnvironment(os.Getenv)
+	if err != nil {
+		t.Fatal(err)
+	}
+	image, err := openImage(roots, name)
+	if err != nil {
+		if slices.Contains(strings.Split(os.Getenv(requireEnv), ","), "qemu") {
+			t.Fatalf("%v: make it with `go run ./build/images %s`", err, name)
+		}
+		t.Skipf("SKIPPED: no image %s: %v: make it with `go run ./build/images %s`", name, err, name)
+	}
+	t.Cleanup(func() {
+		if err := image.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return image.Lower
+}
+
+func openImage(roots layout.Roots, name string) (*imagestore.Image, error) {
 	layouts := os.Getenv("III_SANDBOX_IMAGE_DIR")
 	if layouts == "" {
 		layouts = roots.ImageLayouts()
@@ -151,11 +174,11 @@ func openImage(roots layout.Roots) (*imagestore.Image, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), imageTimeout)
 	defer cancel()
-	return store.Ensure(ctx, imageName, imagestore.EnsureOptions{Name: imageName})
+	return store.Ensure(ctx, name, imagestore.EnsureOptions{Name: name})
 }
 
-// imageTimeout bounds the conversion of a 2 MiB image, on a busy host.
-const imageTimeout = time.Minute
+// imageTimeout bounds the conversion of an image, on a busy host.
+const imageTimeout = 2 * time.Minute
 
 // build makes shim and agent from this tree, where it does for all test
 // processes: go build leaves alone what is up to date. III_KRUN_SHIM and
