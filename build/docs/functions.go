@@ -24,17 +24,20 @@ calls of ` + "`sandbox::<name>`" + ` on to them unchanged.
 Fields of a request that are not known are ignored; a known field of the wrong type, or null where the type below does not
 say so, is the error S001. Errors are in [errors.md](errors.md).
 
+Extensions are what this adapter has beyond the contract. They are in the registered schemas only where its environment
+has III_SANDBOX_EXTENSIONS=1.
+
 The examples, a request and its reply for each function, are one session in the order of this page. A test runs them.
 `
 
 // functionsPage is docs/functions.md, in the order of the examples.
-func functionsPage(functions []contract.Function, examples []example) ([]byte, error) {
+func functionsPage(functions, extended []contract.Function, examples []example) ([]byte, error) {
 	if len(examples) != len(functions) {
 		return nil, fmt.Errorf("%d functions have %d examples: each needs one", len(functions), len(examples))
 	}
-	byName := map[string]contract.Function{}
-	for _, f := range functions {
-		byName[f.Name] = f
+	byName := map[string]documented{}
+	for i, f := range functions {
+		byName[f.Name] = documented{Function: f, extended: extended[i]}
 	}
 	var p page
 	p.linef("%s", functionsHead)
@@ -54,16 +57,32 @@ func functionsPage(functions []contract.Function, examples []example) ([]byte, e
 	return p.Bytes(), nil
 }
 
+// documented is a function with the same one's schemas with extensions.
+type documented struct {
+	contract.Function
+	extended contract.Function
+}
+
 // anchor is what Markdown makes of a heading.
 func anchor(heading string) string { return strings.ReplaceAll(heading, ":", "") }
 
-func (p *page) function(f contract.Function, e example) error {
+func (p *page) function(f documented, e example) error {
 	p.linef("\n## %s\n\n%s", f.Name, f.Description)
-	if err := p.fields("Request", f.Request, true); err != nil {
-		return err
+	var request, reply, extendedRequest, extendedReply schema
+	for text, into := range map[*json.RawMessage]*schema{
+		&f.Request: &request, &f.Response: &reply, &f.extended.Request: &extendedRequest, &f.extended.Response: &extendedReply,
+	} {
+		if err := json.Unmarshal(*text, into); err != nil {
+			return err
+		}
 	}
-	if err := p.fields("Reply", f.Response, false); err != nil {
-		return err
+	p.fields("Request", request, true)
+	p.fields("Reply", reply, false)
+	inRequest, inReply := extendedRequest.without(request), extendedReply.without(reply)
+	if inRequest || inReply {
+		p.linef("\nExtensions:")
+		p.fields("Request", extendedRequest, true)
+		p.fields("Reply", extendedReply, false)
 	}
 	p.linef("\n```json\n%s\n```\n\n```json\n%s\n```", indented(e.Request), indented(e.Reply))
 	return nil
@@ -88,14 +107,10 @@ type schema struct {
 }
 
 // fields is a table of an object's fields, those of objects within it behind it.
-func (p *page) fields(title string, text json.RawMessage, request bool) error {
-	var root schema
-	if err := json.Unmarshal(text, &root); err != nil {
-		return err
-	}
+func (p *page) fields(title string, root schema, request bool) {
 	if len(root.Properties) == 0 {
 		p.linef("\n%s: no fields.", title)
-		return nil
+		return
 	}
 	if request {
 		p.linef("\n| request | type | default | |\n|---|---|---|---|")
@@ -103,7 +118,15 @@ func (p *page) fields(title string, text json.RawMessage, request bool) error {
 		p.linef("\n| reply | type | |\n|---|---|---|")
 	}
 	p.rows("", root, root.Definitions, request)
-	return nil
+}
+
+// without leaves out the fields that other has, and tells whether any is left.
+func (s schema) without(other schema) bool {
+	maps.DeleteFunc(s.Properties, func(name string, _ schema) bool {
+		_, has := other.Properties[name]
+		return has
+	})
+	return len(s.Properties) > 0
 }
 
 func (p *page) rows(prefix string, object schema, definitions map[string]schema, request bool) {

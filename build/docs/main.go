@@ -44,7 +44,7 @@ func write(dir string) error {
 	if err := json.Unmarshal(examplesText, &examples); err != nil {
 		return fmt.Errorf("examples.json: %w", err)
 	}
-	functions, err := functionsPage(contract.Functions(), examples)
+	functions, err := functionsPage(contract.Functions(), contract.Extended(), examples)
 	if err != nil {
 		return err
 	}

@@ -38,6 +38,8 @@ type setup struct {
 	fake   vmtest.Fake
 	// start, where set, comes before the core is made.
 	start func(context.Context) error
+	// extensions are the adapter's.
+	extensions bool
 }
 
 // host is a machine with an engine and the adapter on it, and a caller. The VMs
@@ -111,6 +113,7 @@ func (h *host) serve(s setup) {
 		defer close(h.served)
 		h.err = adapter.Serve(ctx, adapter.Config{
 			Engine: iii.Options{URL: h.engine.URL(), Name: "sandbox-libkrun", Log: log}, ConfigName: "sandbox-libkrun", Version: "0.2.0", Log: log,
+			Extensions: s.extensions,
 			Start: func(cfg *config.Config) (adapter.Core, error) {
 				if s.start != nil {
 					if err := s.start(ctx); err != nil {

@@ -308,6 +308,11 @@ func TestUsage(t *testing.T) {
 		{[]string{"run", "--image", "oci:/no/layout", "--lang", "sh", "-c", "x"}, 125, "/no/layout"},
 		{[]string{"run", "--image", "ubuntu", "-c", "x"}, 125, "allowed are python, node"},
 		{[]string{"run", "--image", "python", "-t", "--", "ls"}, 2, "needs a terminal"},
+		{[]string{"run", "--image", "python", "--allow", "10.0.0.1/8", "-c", "x"}, 2, "write 10.0.0.0/8"},
+		{[]string{"run", "--image", "python", "--allow", "example.com:http", "-c", "x"}, 2, `"http" is not a port`},
+		{[]string{"run", "--image", "python", "--allow", "127.0.0.1", "-c", "x"}, 2, "III_SANDBOX_HOST_PORTS"},
+		{[]string{"run", "--image", "python", "--publish", "x:80", "-c", "x"}, 2, "8080:80"},
+		{[]string{"run", "--image", "python", "--publish", "80:", "-c", "x"}, 2, "8080:80"},
 		{[]string{"exec", "-t", "x", "ls"}, 2, "needs a terminal"},
 		{[]string{"exec", "x"}, 2, "name a sandbox and a command"},
 		{[]string{"stop"}, 2, "--all"},
@@ -369,4 +374,22 @@ func TestDoctor_FailsWhereNothingCanBoot(t *testing.T) {
 	if r := h.adapter("", "doctor", "--json"); json.Unmarshal([]byte(r.stdout), &findings) != nil || len(findings) < 5 {
 		t.Errorf("%+v", r)
 	}
+}
+
+func TestRun_Network(t *testing.T) {
+	t.Parallel()
+	h := newHost(t)
+	defer h.empty()
+	h.env["III_SANDBOX_HOST_PORTS"] = "8000, 5432"
+	const show = "echo $U"
+	for _, flag := range []string{"--network", "--net", "--allow=example.com:443", "--publish=80"} {
+		h.adapter("", "run", "--image", "python", flag, "-e", "U=http://localhost:8000", "--", "sh", "-c", show).want(t, 0, "http://198.18.0.1:8000\n", "")
+	}
+	h.adapter("", "run", "--image", "python", "-e", "U=http://localhost:8000", "--", "sh", "-c", show).want(t, 0, "http://localhost:8000\n", "")
+	h.adapter("", "run", "--image", "python", "--publish", "80", "--", "true").want(t, 0, "", "leads to port 80 of the sandbox")
+	for _, rule := range []string{"10.0.0.0/8", "10.0.0.0/8:443", "203.0.113.7:80-90", "[2001:db8::/32]:443", "2001:db8::1", "*.example.com", "example.com:8000-8100"} {
+		h.adapter("", "run", "--image", "python", "--allow", rule, "--", "true").want(t, 0, "", "")
+	}
+	h.env["III_SANDBOX_HOST_PORTS"] = "http"
+	h.adapter("", "run", "--image", "python", "--net", "--", "true").want(t, 125, "", "III_SANDBOX_HOST_PORTS")
 }

@@ -64,7 +64,7 @@ func (m *machine) Run(ctx context.Context, _ *bootspec.Spec, dev shim.Devices) b
 	stop()
 	m.breakLink()
 	guest.Wait()
-	for _, f := range []*os.File{dev.Env, dev.Link, dev.Console, dev.Log} {
+	for _, f := range []*os.File{dev.Env, dev.Link, dev.Console, dev.Log, dev.Network} {
 		_ = f.Close()
 	}
 	return end
