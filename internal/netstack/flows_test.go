@@ -30,7 +30,7 @@ func TestTCPBothWaysWithHalfClose(t *testing.T) {
 					w.listen(t, dst, echo)
 					g := boot(t, w, func(o *netstack.Options) { o.MTU, o.Framing = mtu, framing })
 					conn := g.mustTCP(t, dst)
-					defer conn.Close()
+					defer func() { _ = conn.Close() }()
 					data := make([]byte, 3<<20)
 					_, _ = rand.Read(data)
 					var sending sync.WaitGroup
@@ -48,7 +48,7 @@ func TestTCPBothWaysWithHalfClose(t *testing.T) {
 					if err != nil || !bytes.Equal(got, data) {
 						t.Fatalf("got %d bytes of %d, %v\n%s", len(got), len(data), err, g.logs)
 					}
-					conn.Close()
+					_ = conn.Close()
 					eventually(t, "the flow ends", func() bool { return g.Stats().Live == 0 })
 					stats := g.Stats()
 					if stats.BytesIn != uint64(len(data)) || stats.BytesOut != uint64(len(data)) || stats.TCPFlows != 1 || stats.Denied != 0 {
@@ -73,7 +73,7 @@ func TestHostEndsFirst(t *testing.T) {
 	})
 	g := boot(t, w, nil)
 	conn := g.mustTCP(t, dst)
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	_ = conn.SetDeadline(time.Now().Add(patience))
 	if text, err := io.ReadAll(conn); err != nil || string(text) != "hello" {
 		t.Fatalf("read %q, %v", text, err)
@@ -107,7 +107,7 @@ func TestRefusedIsRefusedAtOnce(t *testing.T) {
 	} {
 		conn, err := g.tcp(t, dst)
 		if err == nil {
-			conn.Close()
+			_ = conn.Close()
 			t.Errorf("%s: connected", dst)
 			continue
 		}
@@ -137,12 +137,12 @@ func TestResetPassesBothWays(t *testing.T) {
 	_, _ = conn.Write([]byte("x"))
 	host := <-conns
 	_ = host.SetLinger(0)
-	host.Close()
+	_ = host.Close()
 	_ = conn.SetReadDeadline(time.Now().Add(patience))
 	if _, err := conn.Read(make([]byte, 1)); err == nil || errors.Is(err, io.EOF) || !strings.Contains(err.Error(), "reset") {
 		t.Errorf("the host's reset is %v in the guest", err)
 	}
-	conn.Close()
+	_ = conn.Close()
 	eventually(t, "the flow ends", func() bool { return g.Stats().Live == 0 })
 
 	conn = g.mustTCP(t, dst)
@@ -176,7 +176,7 @@ func TestSlowReaderHoldsTheSender(t *testing.T) {
 	})
 	g := boot(t, w, nil)
 	conn := g.mustTCP(t, dst)
-	defer conn.Close()
+	defer func() { _ = conn.Close() }()
 	const size = 32 << 20
 	chunk := make([]byte, 64<<10)
 	sent := make(chan struct{})
@@ -214,7 +214,7 @@ func TestSlowReaderHoldsTheSender(t *testing.T) {
 	if _, err := io.ReadFull(other, make([]byte, 4)); err != nil {
 		t.Error(err)
 	}
-	other.Close()
+	_ = other.Close()
 	close(start)
 	if n := <-sum; n != size {
 		t.Errorf("%d bytes arrived of %d", n, size)
@@ -236,7 +236,7 @@ func TestParallelConnections(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			defer conn.Close()
+			defer func() { _ = conn.Close() }()
 			data := make([]byte, 20<<10)
 			_, _ = rand.Read(data)
 			_ = conn.SetDeadline(time.Now().Add(patience))

@@ -36,6 +36,11 @@ func deny(reason egress.Reason, proto tcpip.TransportProtocolNumber, dst netip.A
 	return verdict{reason: reason, proto: proto, dst: dst}
 }
 
+// refuse is deny with an answer.
+func refuse(reason egress.Reason, proto tcpip.TransportProtocolNumber, dst netip.Addr) verdict {
+	return verdict{reason: reason, proto: proto, dst: dst, answer: true}
+}
+
 // inspect judges a frame of the guest by itself. What it lets through is from the
 // guest's own addresses and is ARP or neighbour discovery for the gateway, ICMP
 // to the gateway, or TCP or UDP, perhaps in fragments, whose destinations are
@@ -96,6 +101,8 @@ func (o *Options) inspect4(packet []byte) verdict {
 		return deny(egress.Multicast, proto, dst)
 	case dst == src:
 		return verdict{}
+	case dst.IsLoopback():
+		return refuse(egress.HostLoopback, proto, dst)
 	}
 	switch proto {
 	case header.TCPProtocolNumber, header.UDPProtocolNumber:
@@ -112,9 +119,10 @@ func (o *Options) inspect4(packet []byte) verdict {
 			return verdict{deliver: true}
 		}
 	}
-	v := deny(otherTraffic, proto, dst)
-	v.answer = ip.FragmentOffset() == 0
-	return v
+	if ip.FragmentOffset() > 0 {
+		return deny(otherTraffic, proto, dst)
+	}
+	return refuse(otherTraffic, proto, dst)
 }
 
 func (o *Options) inspect6(packet []byte) verdict {
@@ -148,6 +156,8 @@ func (o *Options) inspect6(packet []byte) verdict {
 			return verdict{} // multicast listener reports, router solicitations
 		}
 		return deny(egress.Multicast, proto, dst)
+	case dst.IsLoopback():
+		return refuse(egress.HostLoopback, proto, dst)
 	}
 	switch proto {
 	case header.TCPProtocolNumber, header.UDPProtocolNumber:
@@ -166,9 +176,10 @@ func (o *Options) inspect6(packet []byte) verdict {
 	case 0, 43, 60: // hop-by-hop and destination options, routing (RFC 8200)
 		return deny(withOptions, proto, dst)
 	}
-	v := deny(otherTraffic, proto, dst)
-	v.answer = !fragment
-	return v
+	if fragment {
+		return deny(otherTraffic, proto, dst)
+	}
+	return refuse(otherTraffic, proto, dst)
 }
 
 // discovery tells whether an ICMPv6 message is neighbour discovery that the

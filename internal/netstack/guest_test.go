@@ -82,7 +82,7 @@ func boot(t testing.TB, w *world, change func(*netstack.Options)) *guest {
 	})
 	t.Cleanup(func() {
 		cancel()
-		wire.conn.Close()
+		_ = wire.conn.Close()
 		pumps.Wait()
 		g.stack.Destroy()
 	})
@@ -162,6 +162,12 @@ func (g *guest) mustTCP(t testing.TB, dst string) *gonet.TCPConn {
 	return conn
 }
 
+// reaches fails the test unless dst can be connected to.
+func (g *guest) reaches(t testing.TB, dst string) {
+	t.Helper()
+	_ = g.mustTCP(t, dst).Close()
+}
+
 func (g *guest) udp(t testing.TB, dst string) *gonet.UDPConn {
 	t.Helper()
 	addr, proto := full(netip.MustParseAddrPort(dst))
@@ -169,7 +175,7 @@ func (g *guest) udp(t testing.TB, dst string) *gonet.UDPConn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { conn.Close() })
+	t.Cleanup(func() { _ = conn.Close() })
 	return conn
 }
 

@@ -174,16 +174,16 @@ func (w *world) listen(t testing.TB, dst string, f func(*net.TCPConn)) string {
 			open = append(open, conn)
 			mu.Unlock()
 			conns.Go(func() {
-				defer conn.Close()
+				defer func() { _ = conn.Close() }()
 				f(conn.(*net.TCPConn))
 			})
 		}
 	})
 	t.Cleanup(func() {
-		listener.Close()
+		_ = listener.Close()
 		mu.Lock()
 		for _, conn := range open {
-			conn.Close()
+			_ = conn.Close()
 		}
 		mu.Unlock()
 		conns.Wait()
@@ -213,7 +213,7 @@ func (w *world) packets(t testing.TB, dst string, f func([]byte) [][]byte) {
 		}
 	})
 	t.Cleanup(func() {
-		conn.Close()
+		_ = conn.Close()
 		done.Wait()
 	})
 	w.route("udp", dst, conn.LocalAddr().String())
@@ -269,11 +269,11 @@ func start(t testing.TB, w *world, change func(*netstack.Options)) *wire {
 	opts.Link = ours
 	gateway, err := netstack.Start(opts)
 	if err != nil {
-		theirs.Close()
+		_ = theirs.Close()
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		theirs.Close()
+		_ = theirs.Close()
 		if err := gateway.Close(); err != nil {
 			t.Errorf("Close: %v", err)
 		}
@@ -303,7 +303,7 @@ func pair(t testing.TB, framing netstack.Framing) (a, b net.Conn) {
 		if conns[i], err = net.FileConn(f); err != nil {
 			t.Fatal(err)
 		}
-		f.Close()
+		_ = f.Close()
 	}
 	return conns[0], conns[1]
 }

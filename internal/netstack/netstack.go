@@ -37,14 +37,13 @@ import (
 // nicID names the one interface of the stack.
 const nicID tcpip.NICID = 1
 
-// timeWait is how long the gateway remembers a connection that it ended first.
-// Nothing on the link arrives late, so it only has to outlive a lost
-// acknowledgement; a guest may use the same ports again at once.
+// timeWait bounds how long the stack remembers a connection that the gateway ended
+// first; finish ends it sooner.
 const timeWait = time.Second
 
-// synRetries bounds how often the gateway repeats the answer to a SYN: a guest
-// that does not go on costs a few seconds of a flow's place.
-const synRetries = 3
+// synRetries bounds how often the gateway repeats a SYN of its own, to a published
+// port of a guest that says nothing: 7 seconds.
+const synRetries = 2
 
 // Gateway is the running network of one VM. It is safe for concurrent use.
 type Gateway struct {

@@ -36,7 +36,7 @@ func startRaw(t testing.TB, w *world, change func(*netstack.Options)) *raw {
 		})
 	})
 	t.Cleanup(func() {
-		r.conn.Close()
+		_ = r.conn.Close()
 		reading.Wait()
 	})
 	return r

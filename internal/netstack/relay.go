@@ -237,11 +237,12 @@ func (g *Gateway) finish(ep tcpip.Endpoint, queue *waiter.Queue) {
 	defer look.Stop()
 	for {
 		switch tcp.EndpointState(ep.State()) {
-		case tcp.StateClose, tcp.StateError, tcp.StateTimeWait:
+		case tcp.StateClose, tcp.StateError:
 			return
-		case tcp.StateFinWait2:
-			// The guest has everything. That it has not ended its side may also be an
-			// error of gVisor's, which forgets that it has, when it repeats its own end.
+		case tcp.StateTimeWait, tcp.StateFinWait2:
+			// The guest has everything, and nothing on this link arrives late: its ports
+			// are free to be used again. In FIN-WAIT-2 the guest's own end has not come,
+			// or gVisor forgot that it has, as it does when it repeats the gateway's.
 			ep.Abort()
 			return
 		}

@@ -69,7 +69,7 @@ func (r *resolver) current() []string {
 		r.servers, r.stamp = nil, nil
 		return nil
 	}
-	defer f.Close()
+	defer f.Close() //nolint:errcheck // it was only read
 	text, err := io.ReadAll(io.LimitReader(f, maxConf))
 	if err != nil {
 		r.servers, r.stamp = nil, nil

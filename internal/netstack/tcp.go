@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/tcpip"
@@ -20,6 +21,9 @@ import (
 // maxTCP bounds the TCP flows of a VM, those being opened and those being closed
 // with them. Each costs a socket of the host.
 const maxTCP = 1024
+
+// handshakeTimeout is how long a guest may take to go on after its SYN was answered.
+const handshakeTimeout = 10 * time.Second
 
 // A class gives the flows of a VM their buffers: the more flows there are, the
 // less each gets, so that a guest that opens all it may and reads nothing costs
@@ -190,7 +194,9 @@ func (g *Gateway) lackOf(err error) {
 func (g *Gateway) accept(request *tcp.ForwarderRequest, o *opening) (tcpip.Endpoint, *waiter.Queue) {
 	id := request.ID()
 	queue := &waiter.Queue{}
+	timeout := time.AfterFunc(handshakeTimeout, func() { g.abortHandshake(id) })
 	ep, err := request.CreateEndpoint(queue)
+	timeout.Stop()
 	g.forget(id)
 	if err != nil {
 		request.Complete(true)
@@ -199,6 +205,19 @@ func (g *Gateway) accept(request *tcp.ForwarderRequest, o *opening) (tcpip.Endpo
 	request.Complete(false)
 	ep.SocketOptions().SetSendBufferSize(int64(o.buffer), true)
 	return ep, queue
+}
+
+// abortHandshake ends a handshake that the guest does not go on with. The stack
+// alone would repeat its answer for two minutes.
+func (g *Gateway) abortHandshake(id stack.TransportEndpointID) {
+	network := header.IPv6ProtocolNumber
+	if id.LocalAddress.Len() == header.IPv4AddressSize {
+		network = header.IPv4ProtocolNumber
+	}
+	ep, ok := g.stack.FindTransportEndpoint(network, tcp.ProtocolNumber, id, nicID).(*tcp.Endpoint)
+	if ok && tcp.EndpointState(ep.State()) == tcp.StateSynRecv {
+		ep.Abort()
+	}
 }
 
 // connect opens a connection to a port of the guest.

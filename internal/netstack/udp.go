@@ -43,9 +43,12 @@ type udpFlow struct {
 
 // handleUDP takes a datagram of the guest.
 func (g *Gateway) handleUDP(id stack.TransportEndpointID, packet *stack.PacketBuffer) bool {
-	view := packet.Data().AsRange().ToView()
-	defer view.Release()
-	payload := view.AsSlice()
+	var payload []byte
+	if packet.Data().Size() > 0 { // an empty view is none
+		view := packet.Data().AsRange().ToView()
+		defer view.Release()
+		payload = view.AsSlice()
+	}
 
 	g.mu.Lock()
 	flow := g.udp[id]

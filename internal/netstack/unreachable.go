@@ -55,8 +55,7 @@ func quoteOf(packet *stack.PacketBuffer) quote {
 	return append(q, transport[:min(8, len(transport))]...)
 }
 
-// sendUnreachable sends the guest an ICMP error, in the name of the destination
-// that did not answer.
+// sendUnreachable sends the guest an ICMP error, as the router that knows.
 func (g *Gateway) sendUnreachable(why unreachable, q quote) {
 	if header.IPVersion(q) == header.IPv4Version {
 		g.link.send(outgoing{raw: g.icmp4(why.code4, q)})
@@ -78,7 +77,7 @@ func (g *Gateway) icmp4(code byte, q quote) []byte {
 	ip := header.IPv4(packet)
 	ip.Encode(&header.IPv4Fields{
 		TotalLength: uint16(len(packet)), TTL: 64, Protocol: uint8(header.ICMPv4ProtocolNumber),
-		SrcAddr: header.IPv4(q).DestinationAddress(), DstAddr: header.IPv4(q).SourceAddress(),
+		SrcAddr: tcpipAddr(g.opts.Gateway4), DstAddr: header.IPv4(q).SourceAddress(),
 	})
 	ip.SetChecksum(^ip.CalculateChecksum())
 	icmp := header.ICMPv4(packet[header.IPv4MinimumSize:])
@@ -92,7 +91,7 @@ func (g *Gateway) icmp4(code byte, q quote) []byte {
 func (g *Gateway) icmp6(code byte, q quote) []byte {
 	const headers = header.IPv6MinimumSize + header.ICMPv6DstUnreachableMinimumSize
 	frame, packet := g.ethernet(header.IPv6ProtocolNumber, headers+len(q))
-	src, dst := header.IPv6(q).DestinationAddress(), header.IPv6(q).SourceAddress()
+	src, dst := tcpipAddr(g.opts.Gateway6), header.IPv6(q).SourceAddress()
 	header.IPv6(packet).Encode(&header.IPv6Fields{
 		PayloadLength:     uint16(len(packet) - header.IPv6MinimumSize),
 		TransportProtocol: header.ICMPv6ProtocolNumber,
