@@ -75,7 +75,7 @@ test/bench/sequence ->
 test/bench/probe    -> test/bench/sequence
 # Through the engine in memory, beside Node; bootspec, shim and vmtest for a fake in
 # the place of krun-shim.
-test/bench          -> bootspec cleanup guest iii iii/iiitest imagestore layout shim test/bench/sequence test/nodesdk vm vm/shimdriver vm/vmtest vmassets
+test/bench          -> bootspec cleanup egress guest iii iii/iiitest imagestore layout shim test/bench/sequence test/netprobe/wire test/nodesdk vm vm/shimdriver vm/vmtest vmassets
 
 # What tests and the benchmark run in guests, to look at their network.
 test/netprobe/wire ->

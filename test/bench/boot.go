@@ -18,6 +18,10 @@ const (
 	goalMemory = 1.1
 	goalShim   = 1
 	goalFlat   = 1
+	// Times against slirp's: a speed of at least 0.8 of its, round trips of at most
+	// 1.5 times its.
+	goalSpeed     = 1.25
+	goalRoundTrip = 1.5
 )
 
 // shimLimit is what the shim may have of anonymous memory, in bytes.

@@ -1,11 +1,11 @@
 // Command bench measures the product against the floor that the host sets, both
 // in turn in one run: booting against a bare QEMU, exec against fork and exec
-// in the guest, memory against a bare QEMU's, streams against a pipe; and through
-// an iii engine, calls against those of a Node worker, files in channels against
+// in the guest, memory against a bare QEMU's, streams against a pipe, the network
+// against QEMU's own; and through an iii engine, calls against those of a Node worker, files in channels against
 // the agent's streams, the adapter's memory under load against its limit. It
 // prints ratios, since a time alone says more about the host than about us.
 //
-//	go run ./test/bench [--runs 10] [--image python] [--only boot,exec,memory,stream,call,file,load] [--json]
+//	go run ./test/bench [--runs 10] [--image python] [--only boot,exec,memory,stream,network,call,file,load] [--json]
 //
 // The programs come from bin/ (make build), kernel and images from where the
 // product looks for them. It exits with 1 when a goal is missed.
@@ -85,7 +85,7 @@ func parse(args []string, stderr io.Writer) (options, error) {
 }
 
 // parts are what can be measured: in VMs of our launcher, and through an engine.
-func parts() []string { return append(machineParts(), "call", "file", "load") }
+func parts() []string { return append(machineParts(), "network", "call", "file", "load") }
 
 func machineParts() []string { return []string{"boot", "exec", "memory", "stream"} }
 
@@ -123,8 +123,12 @@ type bench struct {
 	runs int
 	// launcher resumes VMs from a snapshot, once there is one; cold boots each.
 	launcher, cold *vm.Launcher
-	request        vm.Request
-	progress       io.Writer
+	// emulated takes QEMU whatever the host has.
+	emulated *vm.Launcher
+	request  vm.Request
+	arch     string
+	log      *slog.Logger
+	progress io.Writer
 }
 
 func (b *bench) note(format string, args ...any) {
@@ -141,7 +145,7 @@ func run(ctx context.Context, o options, stderr io.Writer) (res result, err erro
 		return res, err
 	}
 	undo.Add(func() error { return os.RemoveAll(dir) })
-	b := &bench{runs: o.runs, progress: stderr}
+	b := &bench{runs: o.runs, progress: stderr, arch: runtime.GOARCH}
 	if o.quiet {
 		b.progress = io.Discard
 	}
@@ -157,6 +161,13 @@ func run(ctx context.Context, o options, stderr io.Writer) (res result, err erro
 			return res, err
 		}
 	}
+	if o.anyOf("network") {
+		rows, err := b.network(ctx, o, dir)
+		if err != nil {
+			return res, err
+		}
+		res.Rows = append(res.Rows, rows...)
+	}
 	rows, err := b.throughEngine(ctx, o, dir)
 	res.Rows = append(res.Rows, rows...)
 	return res, err
@@ -169,21 +180,15 @@ func (b *bench) prepare(ctx context.Context, o options, stderr io.Writer) (func(
 	if err != nil {
 		return nil, err
 	}
-	bin, err := filepath.Abs(o.bin)
-	if err != nil {
-		return nil, err
-	}
 	log := slog.New(slog.NewTextHandler(stderr, &slog.HandlerOptions{Level: slog.LevelError}))
-	for to, snapshots := range map[**vm.Launcher]string{&b.launcher: "", &b.cold: "off"} {
-		env := withVariables(map[string]string{
-			"III_KRUN_SHIM": filepath.Join(bin, "krun-shim"), "III_GUEST_AGENT": filepath.Join(bin, "guest-agent"),
-			"III_SANDBOX_SNAPSHOT": snapshots,
-		})
-		driver, err := shimdriver.New(shimdriver.Config{Roots: roots, Log: log, Getenv: env})
-		if err != nil {
+	b.log = log
+	for _, l := range []struct {
+		to        **vm.Launcher
+		vmm, snap string
+	}{{&b.launcher, "", ""}, {&b.cold, "", "off"}, {&b.emulated, "qemu", ""}} {
+		if *l.to, err = b.launcherWith(o, l.vmm, map[string]string{"III_SANDBOX_SNAPSHOT": l.snap}); err != nil {
 			return nil, err
 		}
-		*to = vm.New(vm.Config{Driver: driver, Roots: roots, Log: log})
 	}
 	layouts := os.Getenv("III_SANDBOX_IMAGE_DIR")
 	if layouts == "" {
@@ -201,26 +206,45 @@ func (b *bench) prepare(ctx context.Context, o options, stderr io.Writer) (func(
 	return image.Close, nil
 }
 
+// launcherWith makes a launcher with the programs of the command line and more
+// variables where the environment has none.
+func (b *bench) launcherWith(o options, vmm string, more map[string]string) (*vm.Launcher, error) {
+	roots, err := layout.FromEnvironment(os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	bin, err := filepath.Abs(o.bin)
+	if err != nil {
+		return nil, err
+	}
+	more["III_KRUN_SHIM"], more["III_GUEST_AGENT"] = filepath.Join(bin, "krun-shim"), filepath.Join(bin, "guest-agent")
+	driver, err := shimdriver.New(shimdriver.Config{VMM: vmm, Roots: roots, Log: b.log, Getenv: withVariables(more)})
+	if err != nil {
+		return nil, err
+	}
+	return vm.New(vm.Config{Driver: driver, Roots: roots, Log: b.log}), nil
+}
+
 // withVariables is the environment, with more where it has nothing.
 func withVariables(more map[string]string) func(string) string {
 	return func(key string) string { return cmp.Or(os.Getenv(key), more[key]) }
 }
 
-// buildProbe compiles the program that measures in the guest.
-func buildProbe(ctx context.Context, dir string) ([]byte, error) {
-	file := filepath.Join(dir, "probe")
+// buildProgram compiles a program that measures in the guest.
+func buildProgram(ctx context.Context, dir, name, pkg string) ([]byte, error) {
+	file := filepath.Join(dir, name)
 	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-ldflags", "-s -w", "-o", file,
-		"github.com/iii-hq/workers/sandbox-libkrun/test/bench/probe")
+		"github.com/iii-hq/workers/sandbox-libkrun/"+pkg)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux")
 	if out, err := cmd.CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("build the probe: %w: %s", err, out)
+		return nil, fmt.Errorf("build %s: %w: %s", pkg, err, out)
 	}
 	return os.ReadFile(file)
 }
 
 // measure runs the parts on one long-lived VM, and the boots on their own.
 func (b *bench) measure(ctx context.Context, o options, dir string) (rows []row, err error) {
-	probe, err := buildProbe(ctx, dir)
+	probe, err := buildProgram(ctx, dir, "probe", "test/bench/probe")
 	if err != nil {
 		return nil, err
 	}
