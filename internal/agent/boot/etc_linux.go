@@ -46,16 +46,16 @@ func writeResolvConf(path string, network *bootspec.Interface) error {
 		}
 		return nil // whatever it is, the image's programs are used to it
 	}
-	content := resolvHead + "the network's name servers\n"
+	lines := []string{resolvHead + "the network's name servers"}
 	for _, server := range network.NameServers {
-		content += "nameserver " + server.String() + "\n"
+		lines = append(lines, "nameserver "+server.String())
 	}
 	if info, err := os.Lstat(path); err == nil && !info.Mode().IsRegular() {
 		if err := os.RemoveAll(path); err != nil {
 			return err
 		}
 	}
-	return replaceFile(path, content)
+	return replaceFile(path, strings.Join(lines, "\n")+"\n")
 }
 
 // completeHosts adds localhost and the host's own name where they are missing,

@@ -2,6 +2,8 @@ package shimdriver_test
 
 import (
 	"errors"
+	"fmt"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -11,6 +13,7 @@ import (
 	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/shimdriver"
@@ -46,6 +49,34 @@ func ownSnapshots(t *testing.T, env map[string]string) *vmtest.Env {
 	}
 	e.Driver = qemuDriver(t, vmtest.QEMU(t), e.Roots, env)
 	return e
+}
+
+// VMs with a network have a snapshot of their own, which all of them share
+// whatever their policies and ports.
+func TestSnapshotWithANetwork(t *testing.T) {
+	for _, machine := range []string{"q35", "microvm"} {
+		t.Run(machine, func(t *testing.T) {
+			e := ownSnapshots(t, map[string]string{"III_SANDBOX_QEMU_MACHINE": machine})
+			plain := e.Launch(t, e.Launcher(t), e.Request())
+			snapshots := map[string]bool{snapshotOf(t, e, plain): true}
+			for i := range 3 {
+				port := serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = fmt.Fprint(w, "server ", i) }), nil)
+				req := e.Request()
+				req.Network = &vm.Network{Policy: egress.Policy{Mode: egress.Open, HostPorts: []uint16{port}}, Publish: []vm.PublishedPort{{Guest: 80}}}
+				m := e.Launch(t, e.Launcher(t), req)
+				snapshots[snapshotOf(t, e, m)] = true
+				if got := run(t, e, m, fmt.Sprintf("wget -q -O - http://%s:%d/; cat /sys/class/net/eth0/mtu", bootspec.HostAlias, port)); got != fmt.Sprintf("server %d%d\n", i, bootspec.MaxMTU) {
+					t.Errorf("VM %d got %q", i, got)
+				}
+			}
+			if len(snapshots) != 2 || snapshots[""] {
+				t.Errorf("the VMs came from %v, want two snapshots", snapshots)
+			}
+			if got := run(t, e, plain, "ls /sys/class/net"); got != "lo\n" {
+				t.Errorf("the VM without a network has %q", got)
+			}
+		})
+	}
 }
 
 // What is random in a guest must not be the same in another one that was resumed
