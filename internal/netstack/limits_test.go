@@ -531,3 +531,27 @@ func TestStartRefuses(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// What is only an acknowledgement may wait for data to travel with, but not for
+// long: it arrives although the host has nothing to say.
+func TestAcknowledgementArrivesAlone(t *testing.T) {
+	t.Parallel()
+	w := newWorld()
+	w.listen(t, "203.0.113.5:80", func(conn *net.TCPConn) { _, _ = io.Copy(io.Discard, conn) })
+	r := startRaw(t, w, nil)
+	src, dst := netip.MustParseAddrPort("198.18.0.2:5555"), netip.MustParseAddrPort("203.0.113.5:80")
+	send := func(flags header.TCPFlags, seq, ack uint32, data string) {
+		r.send(ip(src.Addr(), dst.Addr(), header.TCPProtocolNumber, append(segment(src, dst, flags, seq, ack), data...)))
+	}
+	send(header.TCPFlagSyn, 1000, 0, "")
+	frame := r.expect("the answer to a SYN", func(frame []byte) bool { return tcpOf(frame) != nil })
+	next := tcpOf(frame).SequenceNumber() + 1
+	send(header.TCPFlagAck, 1001, next, "")
+	for seq := uint32(1001); seq < 1101; seq += 10 {
+		send(header.TCPFlagAck|header.TCPFlagPsh, seq, next, "0123456789")
+		r.expect("an acknowledgement", func(frame []byte) bool {
+			s := tcpOf(frame)
+			return s != nil && s.Flags() == header.TCPFlagAck && s.AckNumber() == seq+10
+		})
+	}
+}

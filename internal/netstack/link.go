@@ -7,7 +7,9 @@ import (
 	"io"
 	"net"
 	"sync"
+	"syscall"
 
+	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
@@ -33,20 +35,30 @@ var errLongFrame = errors.New("the guest's frame is longer than its MTU allows")
 
 // link is the wire to the guest, as gVisor wants a network device to be. Packets
 // go out through a queue and one goroutine, so that nobody who sends waits for
-// the guest.
+// the guest; while there is little to send, who sends also writes, which saves
+// the way through another goroutine.
 type link struct {
 	conn     net.Conn
+	raw      syscall.RawConn // nil where conn is no socket, or not a stream
 	framing  Framing
 	mtu      uint32
 	local    tcpip.LinkAddress
 	guest    tcpip.LinkAddress
 	dispatch stack.NetworkDispatcher
+	wake     chan struct{} // holds a token when there is something for write to do
+	arrived  rate          // what came from the guest
 
 	mu      sync.Mutex
 	queue   []outgoing
 	queued  int // bytes
+	held    heldACK
+	sent    rate // what was written by those who sent
+	writing bool // somebody is using batch, buf and rest
 	closed  bool
-	waiting chan struct{} // holds one token when queue is not empty or closed is set
+
+	batch []outgoing
+	buf   []byte
+	rest  []byte // of what was written in part
 }
 
 // outgoing is one frame: a packet, or bytes that are a frame already.
@@ -62,6 +74,12 @@ func (o outgoing) size() int {
 	return len(o.raw)
 }
 
+func (o outgoing) release() {
+	if o.packet != nil {
+		o.packet.DecRef()
+	}
+}
+
 func newLink(opts Options) *link {
 	if conn, ok := opts.Link.(interface {
 		SetReadBuffer(int) error
@@ -71,63 +89,121 @@ func newLink(opts Options) *link {
 		_ = conn.SetReadBuffer(socketBuffer)
 		_ = conn.SetWriteBuffer(socketBuffer)
 	}
-	return &link{
+	l := &link{
 		conn:    opts.Link,
 		framing: opts.Framing,
 		mtu:     uint32(opts.MTU),
 		local:   tcpip.LinkAddress(opts.GatewayMAC),
 		guest:   tcpip.LinkAddress(opts.GuestMAC),
-		waiting: make(chan struct{}, 1),
+		wake:    make(chan struct{}, 1),
+		buf:     make([]byte, 0, batchSize),
 	}
+	if conn, ok := opts.Link.(syscall.Conn); ok && l.framing == Stream {
+		l.raw, _ = conn.SyscallConn()
+	}
+	return l
 }
 
 // close ends write and, by closing the connection, read.
 func (l *link) close() error {
 	l.mu.Lock()
 	l.closed = true
+	l.held.stop()
 	l.mu.Unlock()
-	l.wake()
+	l.notify()
 	return l.conn.Close()
 }
 
-func (l *link) wake() {
+func (l *link) notify() {
 	select {
-	case l.waiting <- struct{}{}:
+	case l.wake <- struct{}{}:
 	default:
 	}
 }
 
 // send queues one frame and takes it over; a full queue drops it.
 func (l *link) send(frame outgoing) bool {
-	size := frame.size()
 	l.mu.Lock()
-	if l.closed || len(l.queue) >= maxQueuedFrames || l.queued+size > maxQueuedBytes {
+	if l.closed || len(l.queue) >= maxQueuedFrames || l.queued+frame.size() > maxQueuedBytes {
 		l.mu.Unlock()
 		return false
 	}
-	first := len(l.queue) == 0
-	l.queue = append(l.queue, frame)
-	l.queued += size
-	l.mu.Unlock()
-	if first {
-		l.wake()
+	if l.hold(frame) {
+		l.mu.Unlock()
+		return true
 	}
+	l.enqueue(frame)
+	if l.writing {
+		l.mu.Unlock() // who writes sees to it
+		return true
+	}
+	if l.raw == nil || len(l.rest) > 0 || !l.sent.slow(l.queued) {
+		l.mu.Unlock()
+		l.notify()
+		return true
+	}
+	l.take()
+	l.mu.Unlock()
+	l.writeNow()
 	return true
 }
 
-// write sends what is queued until the link is closed or breaks.
+func (l *link) enqueue(frame outgoing) {
+	l.queue = append(l.queue, frame)
+	l.queued += frame.size()
+}
+
+// take makes the caller the one who writes, and gives it what is queued as batch.
+func (l *link) take() {
+	l.writing = true
+	l.batch, l.queue = l.queue, l.batch[:0]
+	l.queued = 0
+}
+
+// done ends what take began.
+func (l *link) done() {
+	clear(l.batch)
+	l.mu.Lock()
+	l.writing = false
+	more := len(l.queue) > 0 || len(l.rest) > 0 || l.closed // the end is something to do
+	l.mu.Unlock()
+	if more {
+		l.notify()
+	}
+}
+
+// writeNow writes the batch as far as that does not block; write does the rest,
+// and finds any error.
+func (l *link) writeNow() {
+	defer l.done()
+	l.buf = l.buf[:0]
+	for _, frame := range l.batch {
+		l.buf = l.encode(l.buf, frame)
+	}
+	var n int
+	if err := l.raw.Write(func(fd uintptr) bool {
+		n, _ = unix.Write(int(fd), l.buf)
+		return true
+	}); err != nil {
+		n = 0
+	}
+	l.rest = append(l.rest, l.buf[max(n, 0):]...)
+}
+
+// write writes what is queued until the link is closed or breaks.
 func (l *link) write() error {
-	var batch []outgoing
-	buf := make([]byte, 0, batchSize)
 	defer l.drop()
-	for range l.waiting {
+	for range l.wake {
 		l.mu.Lock()
 		closed := l.closed
-		batch, l.queue = l.queue, batch[:0]
-		l.queued = 0
+		if l.writing {
+			l.mu.Unlock() // who writes notifies when it is done
+			continue
+		}
+		l.take()
 		l.mu.Unlock()
-		err := l.writeBatch(batch, buf)
-		clear(batch)
+		err := l.writeBatch()
+		l.done()
 		switch {
 		case closed:
 			return nil
@@ -143,38 +219,47 @@ func (l *link) drop() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true
+	l.held.stop()
 	for _, frame := range l.queue {
-		if frame.packet != nil {
-			frame.packet.DecRef()
-		}
+		frame.release()
 	}
 	l.queue = nil
 }
 
-// writeBatch writes frames with as few calls as the framing allows, and lets go
-// of all of them.
-func (l *link) writeBatch(batch []outgoing, buf []byte) (err error) {
-	flush := func() {
-		if err == nil && len(buf) > 0 {
-			_, err = l.conn.Write(buf)
-		}
-		buf = buf[:0]
+// encode appends a frame as it lies on the link, and lets go of it.
+func (l *link) encode(buf []byte, frame outgoing) []byte {
+	if l.framing == Stream {
+		buf = binary.BigEndian.AppendUint32(buf, uint32(frame.size()))
 	}
-	for _, frame := range batch {
-		if len(buf)+lengthSize+frame.size() > cap(buf) {
+	if frame.packet == nil {
+		return append(buf, frame.raw...)
+	}
+	for _, part := range frame.packet.AsSlices() {
+		buf = append(buf, part...)
+	}
+	frame.release()
+	return buf
+}
+
+// writeBatch writes the rest and the batch, with as few calls as the framing
+// allows.
+func (l *link) writeBatch() (err error) {
+	flush := func() {
+		if err == nil && len(l.buf) > 0 {
+			_, err = l.conn.Write(l.buf)
+		}
+		l.buf = l.buf[:0]
+	}
+	if len(l.rest) > 0 {
+		_, err = l.conn.Write(l.rest)
+		l.rest = l.rest[:0]
+	}
+	l.buf = l.buf[:0]
+	for _, frame := range l.batch {
+		if len(l.buf)+lengthSize+frame.size() > cap(l.buf) {
 			flush()
 		}
-		if l.framing == Stream {
-			buf = binary.BigEndian.AppendUint32(buf, uint32(frame.size()))
-		}
-		if frame.packet == nil {
-			buf = append(buf, frame.raw...)
-		} else {
-			for _, part := range frame.packet.AsSlices() {
-				buf = append(buf, part...)
-			}
-			frame.packet.DecRef()
-		}
+		l.buf = l.encode(l.buf, frame)
 		if l.framing == Datagram {
 			flush()
 			err = lostDatagram(err)
@@ -203,6 +288,7 @@ func (l *link) read(deliver func(frame []byte)) error {
 		if err != nil {
 			return err
 		}
+		l.arrived.add(n)
 		have += n
 		at := 0
 		for have-at >= lengthSize {

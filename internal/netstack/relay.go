@@ -69,8 +69,7 @@ func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Con
 	queue.EventRegister(&entry)
 	defer queue.EventUnregister(&entry)
 	for {
-		n, err := g.copyFromGuest(ep, conn)
-		g.counters.out(n)
+		err := g.copyFromGuest(ep, conn)
 		switch {
 		case errors.Is(err, errWouldBlock):
 			<-readable
@@ -89,20 +88,22 @@ func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Con
 var errWouldBlock = errors.New("nothing to do now")
 
 // copyFromGuest moves one chunk.
-func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn) (int, error) {
+func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn) error {
 	chunk := g.chunks.get()
 	defer g.chunks.put(chunk)
 	into := tcpip.SliceWriter(chunk[:])
 	result, err := ep.Read(&into, tcpip.ReadOptions{})
 	switch err.(type) {
 	case nil:
-		return conn.Write(chunk[:result.Count])
+		g.counters.out(result.Count)
+		_, err := conn.Write(chunk[:result.Count])
+		return err
 	case *tcpip.ErrWouldBlock:
-		return 0, errWouldBlock
+		return errWouldBlock
 	case *tcpip.ErrClosedForReceive:
-		return 0, io.EOF
+		return io.EOF
 	}
-	return 0, errReset
+	return errReset
 }
 
 // toGuest moves the data of conn to the guest; nil is an orderly end, passed on.
@@ -115,9 +116,8 @@ func (g *Gateway) toGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn,
 	for {
 		chunk, n, err := source.next()
 		if n > 0 {
-			errWrite := writeGuest(ep, writable, chunk[:n])
 			g.counters.in(n)
-			if errWrite != nil {
+			if errWrite := writeGuest(ep, writable, chunk[:n]); errWrite != nil {
 				err = errWrite
 			}
 		}
