@@ -41,7 +41,7 @@ func enterLibkrun(args []string, stdin *os.File, stderr io.Writer) int {
 				return nil, err
 			}
 		}
-		return openLibkrun(spec.Libkrun)
+		return openLibkrun(spec)
 	})
 	_, _ = fmt.Fprintf(stderr, "krun-shim: %v\n", err)
 	return libkrun.StatusRefused

@@ -11,7 +11,8 @@ import (
 )
 
 // openLibkrun loads libkrun and begins a VM. Its log goes to standard error.
-func openLibkrun(k *bootspec.LibkrunSpec) (libkrun.VM, error) {
+func openLibkrun(spec *bootspec.Spec) (libkrun.VM, error) {
+	k := spec.Libkrun
 	lib, err := krun.Open(k.Library, k.Firmware)
 	if err != nil {
 		return nil, err
@@ -21,6 +22,9 @@ func openLibkrun(k *bootspec.LibkrunSpec) (libkrun.VM, error) {
 	}
 	if !lib.Has(krun.FeatureBlk) {
 		return nil, fmt.Errorf("%s was built without disks (BLK=1): install another build, or name one with III_LIBKRUN_PATH", k.Library)
+	}
+	if spec.Guest.Interface != nil && !lib.Has(krun.FeatureNet) {
+		return nil, fmt.Errorf("%s was built without network devices (NET=1): install another build, name one with III_LIBKRUN_PATH, or take --vmm qemu", k.Library)
 	}
 	return lib.NewContext()
 }

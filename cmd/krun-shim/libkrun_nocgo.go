@@ -10,6 +10,6 @@ import (
 )
 
 // openLibkrun needs cgo.
-func openLibkrun(*bootspec.LibkrunSpec) (libkrun.VM, error) {
+func openLibkrun(*bootspec.Spec) (libkrun.VM, error) {
 	return nil, errors.New("this krun-shim was built without cgo and cannot load libkrun: build it with CGO_ENABLED=1")
 }

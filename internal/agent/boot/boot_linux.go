@@ -95,10 +95,8 @@ func Boot(ctx context.Context, log *slog.Logger) (*Guest, error) {
 	if err := g.modules.load(aboutThisVM); err != nil {
 		return nil, err
 	}
-	if g.spec.Interface != nil {
-		if err := configureInterface(ctx, g.spec.Interface); err != nil {
-			return nil, fmt.Errorf("network: %w", err)
-		}
+	if err := g.connect(ctx); err != nil {
+		return nil, fmt.Errorf("network: %w", err)
 	}
 	way, err := openLink(ctx)
 	if err != nil {
@@ -121,6 +119,21 @@ func Boot(ctx context.Context, log *slog.Logger) (*Guest, error) {
 	g.Listener = listener
 	g.Agent = time.Since(arrived)
 	return g, nil
+}
+
+// connect leaves the guest with lo and its interface, if it has one.
+func (g *Guest) connect(ctx context.Context) error {
+	wanted := 1
+	if g.spec.Interface != nil {
+		wanted = 2
+		if err := configureInterface(ctx, g.spec.Interface); err != nil {
+			return err
+		}
+	}
+	if err := dropSpare("/sys/class/net", wanted); err != nil {
+		g.warn("spare interfaces", err)
+	}
+	return nil
 }
 
 // libkrunEnv is what libkrun's init leaves in the environment of the program that

@@ -2,6 +2,7 @@ package boot
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -57,6 +58,35 @@ func configureInterface(ctx context.Context, spec *bootspec.Interface) error {
 		}
 	}
 	return nil
+}
+
+// dropSpare removes the interfaces that a kernel makes by itself, as that of
+// libkrunfw does (dummy0): programs take any for a network. wanted is how many
+// there are without them; links are looked at only where there are more.
+func dropSpare(sysNet string, wanted int) error {
+	if len(entries(sysNet)) <= wanted {
+		return nil
+	}
+	conn, err := rtnetlink.Dial(nil)
+	if err != nil {
+		return err
+	}
+	defer conn.Close() //nolint:errcheck // nothing is under way
+	links, err := conn.Link.List()
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, l := range links {
+		// Devices of the machine have no kind, and neither has lo.
+		if l.Attributes == nil || l.Attributes.Info == nil || l.Attributes.Info.Kind == "" {
+			continue
+		}
+		if err := conn.Link.Delete(l.Index); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", l.Attributes.Name, err))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // findLink waits for the interface with that hardware address.

@@ -112,6 +112,35 @@ func TestConfigureInterface_SaysWhatIsMissing(t *testing.T) {
 	})
 }
 
+func TestDropSpare(t *testing.T) {
+	t.Parallel()
+	inNewNetwork(t, "5a:94:ef:18:00:03", func(*rtnetlink.Conn) {
+		// What /sys shows is another namespace's.
+		sys := t.TempDir()
+		for _, name := range []string{"lo", "nic"} {
+			if err := os.Mkdir(sys+"/"+name, 0o755); err != nil {
+				t.Error(err)
+			}
+		}
+		names := func() (out []string) {
+			links, err := net.Interfaces()
+			if err != nil {
+				t.Error(err)
+			}
+			for _, l := range links {
+				out = append(out, l.Name)
+			}
+			return out
+		}
+		if err := dropSpare(sys, 2); err != nil || len(names()) != 2 {
+			t.Errorf("there are as many as wanted, and left are %v, %v", names(), err)
+		}
+		if err := dropSpare(sys, 1); err != nil || len(names()) != 1 || names()[0] != "lo" {
+			t.Errorf("left are %v, %v", names(), err)
+		}
+	})
+}
+
 func TestHasIPv6(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()

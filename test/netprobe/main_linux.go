@@ -1,6 +1,3 @@
-// Command netprobe is what tests and the benchmark run in a guest to look at its
-// network from inside: as a plain client, or as somebody who wants out. It prints
-// JSON. It is for Linux, and static, so that it runs on every image.
 package main
 
 import (
@@ -13,29 +10,34 @@ import (
 )
 
 const usage = `netprobe escape HOST:PORT...  every way out that a guest may try; the addresses are those of a server on the host
-netprobe flood HOST:PORT N    N connections at once, each with an echo of its own
-netprobe rtt HOST:PORT N      N round trips of one byte
+netprobe flood HOST:PORT N    so many connections at once, each with an echo of its own
+netprobe rtt HOST:PORT N      so many round trips of one byte
 netprobe get HOST:PORT BYTES  ask a test server for so much
 netprobe put HOST:PORT BYTES  give a test server so much
-netprobe echo PORT N          serve N connections on a port, one after the other
+netprobe echo PORT N          serve so many connections on a port, one after the other
 `
+
+var errUsage = errors.New("wrong usage")
 
 func main() {
 	if err := run(os.Args[1:], os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "netprobe:", err)
+		if errors.Is(err, errUsage) {
+			fmt.Fprint(os.Stderr, usage)
+		}
 		os.Exit(1)
 	}
 }
 
 func run(args []string, out io.Writer) error {
 	if len(args) < 2 {
-		return errors.New("usage:\n" + usage)
+		return errUsage
 	}
 	if args[0] == "escape" {
 		return json.NewEncoder(out).Encode(escape(args[1:]))
 	}
 	if len(args) != 3 {
-		return errors.New("usage:\n" + usage)
+		return errUsage
 	}
 	n, err := strconv.ParseInt(args[2], 10, 64)
 	if err != nil {
@@ -54,7 +56,7 @@ func run(args []string, out io.Writer) error {
 	case "echo":
 		return echo(args[1], int(n), out)
 	default:
-		err = errors.New("usage:\n" + usage)
+		err = errUsage
 	}
 	if err != nil {
 		return err
