@@ -128,8 +128,10 @@ func (g *Gateway) newStack() (*stack.Stack, error) {
 	largest := classes[0].buffer
 	sack, retries, wait := tcpip.TCPSACKEnabled(true), tcpip.TCPSynRetriesOption(synRetries), tcpip.TCPTimeWaitTimeoutOption(timeWait)
 	moderate := tcpip.TCPModerateReceiveBufferOption(false)
+	// Its timers are for losses on the way, and cost a wake-up for each segment.
+	recovery := tcpip.TCPRecovery(0)
 	for _, option := range []tcpip.SettableTransportProtocolOption{
-		&sack, &retries, &wait, &moderate,
+		&sack, &retries, &wait, &moderate, &recovery,
 		&tcpip.TCPSendBufferSizeRangeOption{Min: 4 << 10, Default: 32 << 10, Max: largest},
 		&tcpip.TCPReceiveBufferSizeRangeOption{Min: 4 << 10, Default: 32 << 10, Max: largest},
 	} {
