@@ -187,11 +187,11 @@ func TestCommandLine(t *testing.T) {
 		images string
 		fault  string
 	}{
-		"defaults":    {[]string{"all"}, home, "/home/x/.local/share/iii-sandbox/images", "/home/x/.cache/iii-sandbox/packages", "python node busybox", ""},
+		"defaults":    {[]string{"all"}, home, "/home/x/.local/share/iii-sandbox/images", "/home/x/.cache/iii-sandbox/packages", "python node git busybox", ""},
 		"image dir":   {[]string{"node"}, env(map[string]string{"HOME": "/h", "III_SANDBOX_IMAGE_DIR": "/i"}), "/i", "/h/.cache/iii-sandbox/packages", "node", ""},
 		"flags":       {[]string{"--out", "/o", "--cache", "/c", "busybox", "python", "busybox"}, env(nil), "/o", "/c", "python busybox", ""},
 		"no home":     {[]string{"--out", "/o", "node"}, env(nil), "", "", "", "HOME"},
-		"no image":    {nil, home, "", "", "", "name an image: all python node busybox"},
+		"no image":    {nil, home, "", "", "", "name an image: all python node git busybox"},
 		"wrong image": {[]string{"all", "perl"}, home, "", "", "", `no image "perl"`},
 		"wrong flag":  {[]string{"--root", "node"}, home, "", "", "", "root"},
 	} {

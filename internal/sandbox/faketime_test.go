@@ -7,6 +7,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -192,8 +193,8 @@ func pass(d time.Duration) {
 // What goes through its network keeps a sandbox; one whose shim does not answer
 // has no say.
 func TestReaper_CountsTheNetwork(t *testing.T) {
-	var last time.Time
-	busy := &fakeVM{networkIdle: func() (time.Duration, error) { return time.Since(last), nil }}
+	var last atomic.Pointer[time.Time]
+	busy := &fakeVM{networkIdle: func() (time.Duration, error) { return time.Since(*last.Load()), nil }}
 	faked(t, nil, func(t *testing.T, m *sandbox.Manager) {
 		for range 2 {
 			req := sandbox.CreateRequest{Image: "python", Network: true, IdleTimeoutSecs: new(uint64(20))}
@@ -202,7 +203,8 @@ func TestReaper_CountsTheNetwork(t *testing.T) {
 			}
 		}
 		for range 10 {
-			last = time.Now()
+			now := time.Now()
+			last.Store(&now)
 			pass(15 * time.Second)
 		}
 		if n := len(m.List()); n != 1 {
