@@ -108,6 +108,12 @@ func renew(spec *bootspec.Spec, o *handOptions, undo *cleanup.Stack) error {
 	spec.Guest.Token = hex.EncodeToString(token[:])
 	spec.Guest.Env = append(spec.Guest.Env, o.env...)
 	spec.Lifetime, spec.IdleTimeoutMs = bootspec.Tied, 0
+	if spec.Network != nil {
+		// The ports of the host may be the first VM's still.
+		for i := range spec.Network.Publish {
+			spec.Network.Publish[i].Host = 0
+		}
+	}
 	if spec.QEMU != nil {
 		// It has the kernel and the CPUs of the first boot, whatever the spec says
 		// now, and the boot is what is to be seen.

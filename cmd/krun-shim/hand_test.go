@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,6 +15,7 @@ import (
 	"testing"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 )
 
 // saved writes the spec as a machine directory has it: without secrets.
@@ -108,6 +110,26 @@ func TestReplayBootsWithoutTheSnapshot(t *testing.T) {
 	spec.QEMU.Snapshot = filepath.Join(spec.Dir, "snapshot")
 	code, _, stderr := runShim(t, commandBoot, "--spec", saved(t, spec))
 	if code != bootspec.EndCrashed.ExitStatus() || strings.Contains(stderr, "snapshot") {
+		t.Errorf("status %d: %s", code, stderr)
+	}
+}
+
+// A port that the first VM published may be in use, by that VM even.
+func TestReplayTakesOtherPorts(t *testing.T) {
+	t.Parallel()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // a test
+	address, _ := l.Addr().(*net.TCPAddr)
+	spec := fixture(t, "panic-1")
+	spec.Network = &bootspec.Network{
+		Policy: egress.Policy{Mode: egress.Open}, Publish: []bootspec.PublishedPort{{Host: uint16(address.Port), Guest: 80}},
+	}
+	spec.Guest.Interface = bootspec.NewInterface(bootspec.DefaultMTU, false)
+	// The machine ran, so the gateway was there.
+	if code, _, stderr := runShim(t, commandBoot, "--spec", saved(t, spec)); code != bootspec.EndCrashed.ExitStatus() {
 		t.Errorf("status %d: %s", code, stderr)
 	}
 }
