@@ -34,7 +34,7 @@ type CreateRequest struct {
 	IdleTimeoutSecs *uint64  `json:"idle_timeout_secs" doc:"Stop the sandbox after so many seconds without activity; by default the adapter's default_idle_timeout_secs."`
 	Env             EnvShape `json:"env" doc:"Environment of every program in the sandbox: an object or an array of KEY=value."`
 
-	NetworkPolicy *NetworkPolicy  `json:"network_policy" extension:"true" doc:"What the sandbox reaches, where that is to be less than network:true gives. Needs network:true."`
+	NetworkPolicy *NetworkPolicy  `json:"network_policy" extension:"true" doc:"What the sandbox reaches, where that is to be less than network:true gives. Needs network:true. It counts whether or not the schema shows it."`
 	Publish       []PublishedPort `json:"publish" extension:"true" doc:"TCP ports of this host's 127.0.0.1 that lead into the sandbox, at most 64. Needs network:true, and an adapter with III_SANDBOX_EXTENSIONS=1 (else S001)."`
 }
 
