@@ -80,8 +80,10 @@ iii/iiitest     -> iii
 test/cmd/engine -> iii iii/iiitest
 
 # The real clients, and the tests in which they use everything.
-test/nodesdk -> flock
-test/clients ->
+test/sdk       -> flock
+test/nodesdk   -> test/sdk
+test/pythonsdk -> test/sdk
+test/clients   ->
 
 # The lab, where libkrun's guests run on any host, and what is measured in it.
 test/lab       -> layout test/l1 vmassets
