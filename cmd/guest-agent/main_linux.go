@@ -44,7 +44,6 @@ func main() {
 	if err := run(log); err != nil {
 		boot.Fatal(os.Stderr, err)
 	}
-	boot.PowerOff()
 }
 
 // short keeps the console's lines short: it is slow, and the host stamps them.
@@ -55,6 +54,7 @@ func short(_ []string, a slog.Attr) slog.Attr {
 	return a
 }
 
+// run returns only what ended the VM out of order.
 func run(log *slog.Logger) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -90,8 +90,8 @@ func run(log *slog.Logger) error {
 	}
 	select {
 	case <-service.Done():
-		return nil
+		guest.PowerOff()
 	default:
-		return errors.New("link to the shim: it ended without a shutdown")
 	}
+	return errors.New("link to the shim: it ended without a shutdown")
 }

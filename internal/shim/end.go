@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/renameio/v2"
 
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 )
 
@@ -102,6 +103,9 @@ func (r *run) explainGuest(end *bootspec.End, words *lastWords) {
 		}
 	case asked:
 		end.Message = "the guest shut down as asked"
+	case end.ExitCode == agentlink.StatusNoAgent:
+		end.Class = bootspec.EndCrashed
+		end.Message = "the guest ended without its agent, which died, or a program restarted the guest"
 	default:
 		end.Message = "the guest powered off by itself"
 	}
