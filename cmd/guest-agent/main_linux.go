@@ -13,6 +13,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/boot"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/rpcbuffers"
 )
 
 // version is stamped by the build.
@@ -37,6 +38,7 @@ func main() {
 		}
 		return
 	}
+	rpcbuffers.Use()
 	debug.SetMemoryLimit(memoryLimit)
 	debug.SetGCPercent(-1)
 	boot.CatchSignals()
