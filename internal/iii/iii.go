@@ -43,7 +43,8 @@ const (
 // Bounds of ours on calls that are being answered.
 const (
 	defaultMaxCalls = 1024
-	// maxCallBytes bounds the payloads of all calls being answered.
+	// maxCallBytes bounds the payloads of all calls being answered, and their
+	// answers.
 	maxCallBytes = 256 << 20
 )
 
@@ -67,11 +68,13 @@ type Options struct {
 	// Functions are registered on every connection, in this order.
 	Functions []Function
 	// MaxCalls bounds the calls that are answered at a time; 0 is 1024. Their
-	// payloads together are bounded too, at 256 MiB. A call beyond is answered
-	// with Busy at once.
+	// payloads, and the answers that wait to be sent, are bounded together too, at
+	// 256 MiB. A call beyond is refused with ErrBusy at once.
 	MaxCalls int
-	// Busy is the error of a call beyond the bounds; nil is one in plain words.
-	Busy error
+	// Fault makes the error that a caller gets of one that the client met itself:
+	// ErrBusy, ErrPanicked, ErrNotJSON or ErrTooLarge. It must be short and must not
+	// block; nil leaves them as they are.
+	Fault func(error) error
 	// Dial makes the network connections; nil is a net.Dialer's DialContext.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	// Log gets connects, losses and refusals; required.
@@ -113,8 +116,9 @@ type Function struct {
 //
 // The result is any JSON value in UTF-8; nil is null. An *Error goes to the caller
 // as it is; any other error has the code "invocation_failed" and its text as the
-// message. A panic is caught, logged without its value, and answered with an
-// error.
+// message. A panic is caught, logged without its value, and answered with
+// ErrPanicked. Where the connection that brought the call is lost, the result is
+// dropped: nobody waits for it any more.
 type Handler func(ctx context.Context, call Invocation) (json.RawMessage, error)
 
 // An Invocation is one call of a function of ours.
@@ -140,8 +144,8 @@ func (o *Options) check() (*url.URL, error) {
 	if o.MaxCalls <= 0 {
 		o.MaxCalls = defaultMaxCalls
 	}
-	if o.Busy == nil {
-		o.Busy = errors.New("the worker is busy: call again later")
+	if o.Fault == nil {
+		o.Fault = func(err error) error { return err }
 	}
 	if o.Dial == nil {
 		o.Dial = (&net.Dialer{}).DialContext

@@ -34,6 +34,12 @@ const (
 	// refusedRetry is how often a function is registered anew that another worker
 	// has: that one may have gone since.
 	refusedRetry = 30 * time.Second
+	// maxRefusals is how many short answers may wait to be sent, those of refused
+	// calls above all: a burst of calls is told at once that it is one.
+	maxRefusals = 16 << 10
+	// maxQuoted bounds in bytes what is logged, or put into an error, of the
+	// engine's words.
+	maxQuoted = 200
 	// closeGrace is how long the engine has to answer the closing of a connection.
 	closeGrace = time.Second
 )
@@ -50,7 +56,7 @@ type session struct {
 	wire   *wire
 
 	// out takes frames to send, nil to close; whoever hands one over may go on.
-	// urgent holds a few that the reader sends, which must not wait.
+	// urgent holds short ones that the reader sends, which must not wait.
 	out, urgent chan []byte
 	// writing is set while a frame is under way.
 	writing atomic.Bool
@@ -88,7 +94,7 @@ func (c *Client) connect(ctx, handling context.Context) (welcome bool, err error
 	}
 	s := &session{
 		client: c, socket: socket, wire: w,
-		out: make(chan []byte), urgent: make(chan []byte, 64), done: make(chan struct{}),
+		out: make(chan []byte), urgent: make(chan []byte, maxRefusals), done: make(chan struct{}),
 		refused: map[string]bool{}, told: map[string]bool{},
 	}
 	var group sync.WaitGroup
@@ -355,7 +361,7 @@ func (s *session) take(handling context.Context, f frame) {
 			s.complain(len(f["data"]))
 			return
 		}
-		c.dispatch(handling, f)
+		s.dispatch(handling, f)
 	case typeResult:
 		c.deliver(f)
 	case typeWelcome:
@@ -400,10 +406,10 @@ func (s *session) accepted(id, token string) {
 // rejected acts on a refused registration: one of a function is tried again later,
 // any other is the end of the client.
 func (s *session) rejected(f frame) {
-	id, owner := f.text("function_id"), f.text("owner_worker_id")
-	code := f.text("code")
+	id, owner, namespace := f.text("function_id"), quotable(f.text("owner_worker_id")), quotable(f.text("namespace"))
+	code := quotable(f.text("code"))
 	if code != codeFunctionConflict {
-		s.end(&RejectedError{Code: code, Name: f.text("worker_name"), Namespace: f.text("namespace"), Owner: owner})
+		s.end(&RejectedError{Code: code, Name: quotable(f.text("worker_name")), Namespace: namespace, Owner: owner})
 		return
 	}
 	c := s.client
@@ -415,8 +421,16 @@ func (s *session) rejected(f frame) {
 	s.told[id], s.refused[id] = true, true
 	s.mu.Unlock()
 	if !told {
-		c.log.Warn("another worker has this function: calls go there until it ends", "function", id, "namespace", f.text("namespace"), "owner", owner)
+		c.log.Warn("another worker has this function: calls go there until it ends", "function", id, "namespace", namespace, "owner", owner)
 	}
+}
+
+// quotable is as much of the engine's words as a log may hold.
+func quotable(text string) string {
+	if len(text) <= maxQuoted {
+		return text
+	}
+	return strings.ToValidUTF8(text[:maxQuoted], "") + "…"
 }
 
 // retryRefused registers functions anew that the engine refused.

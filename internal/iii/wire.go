@@ -22,8 +22,10 @@ type wire struct {
 	// ahead, where set, is what reads come from: more than was asked for.
 	ahead *bufio.Reader
 
-	// Nanoseconds; 0 is no bound.
+	// Nanoseconds; 0 is no bound. limiting keeps a write that begins from setting
+	// the deadline of an older bound.
 	readIdle, writeIdle atomic.Int64
+	limiting            sync.Mutex
 
 	// writing guards what follows, and is held while a write waits.
 	writing   sync.Mutex
@@ -39,9 +41,25 @@ func (w *wire) quiet() time.Duration {
 }
 
 // boundReads makes reads fail with os.ErrDeadlineExceeded when nothing comes for
-// so long; boundWrites does so for writes when nothing can be sent.
-func (w *wire) boundReads(idle time.Duration)  { w.readIdle.Store(int64(idle)) }
-func (w *wire) boundWrites(idle time.Duration) { w.writeIdle.Store(int64(idle)) }
+// so long.
+func (w *wire) boundReads(idle time.Duration) { w.readIdle.Store(int64(idle)) }
+
+// boundWrites makes writes fail with os.ErrDeadlineExceeded when nothing can be
+// sent for so long; one that waits already has that long from now.
+func (w *wire) boundWrites(idle time.Duration) {
+	w.writeIdle.Store(int64(idle))
+	_ = w.limitWrites() // of a connection that is closed
+}
+
+func (w *wire) limitWrites() error {
+	w.limiting.Lock()
+	defer w.limiting.Unlock()
+	idle := time.Duration(w.writeIdle.Load())
+	if idle <= 0 {
+		return nil
+	}
+	return w.SetWriteDeadline(time.Now().Add(idle))
+}
 
 // readAhead makes the reads of a stream few; the library asks for 4 KiB at first.
 // It is called before any other goroutine reads.
@@ -114,10 +132,8 @@ func (w *wire) Write(p []byte) (int, error) {
 }
 
 func (w *wire) send(p []byte) (int, error) {
-	if idle := time.Duration(w.writeIdle.Load()); idle > 0 {
-		if err := w.SetWriteDeadline(time.Now().Add(idle)); err != nil {
-			return 0, err
-		}
+	if err := w.limitWrites(); err != nil {
+		return 0, err
 	}
 	return w.Conn.Write(p)
 }
