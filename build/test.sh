@@ -2,7 +2,8 @@
 # Every test. Where QEMU cannot run its VMs this fails rather than skips; set
 # VMTEST_REQUIRE= (empty) to allow the skip. III_TEST_IMAGES= (empty) skips the
 # build of a whole image, which needs the network; III_TEST_SDKS= (empty) allows
-# to skip the clients of Node and Python, whose packages come from npm and PyPI.
+# to skip the clients of Node, Python and, where there is cargo, Rust, whose
+# packages come from npm, PyPI and crates.io.
 #
 # usage: test.sh [go test flag or package ...]
 set -eu

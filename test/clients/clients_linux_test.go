@@ -21,6 +21,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 	"github.com/iii-hq/workers/sandbox-libkrun/test/nodesdk"
 	"github.com/iii-hq/workers/sandbox-libkrun/test/pythonsdk"
+	"github.com/iii-hq/workers/sandbox-libkrun/test/rustsdk"
 	"github.com/iii-hq/workers/sandbox-libkrun/test/sdk"
 )
 
@@ -69,6 +70,9 @@ func TestClientsUseEveryFunction(t *testing.T) {
 	variables := []string{"III_URL=" + url, "IMAGE=busybox", "MARK=" + mark}
 	t.Run("python", func(t *testing.T) {
 		run(t, pythonsdk.Command(pythonsdk.Install(t), pythonScript, variables...))
+	})
+	t.Run("rust", func(t *testing.T) {
+		run(t, rustsdk.Command(rustsdk.Install(t), variables...))
 	})
 	t.Run("node", func(t *testing.T) {
 		run(t, nodesdk.Command(nodesdk.Install(t), nodeScript, variables...))
