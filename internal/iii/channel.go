@@ -78,7 +78,12 @@ func (c *Client) dialChannel(life context.Context, ref ChannelRef, direction str
 	}
 	u := *c.base
 	u.Path = strings.TrimRight(u.Path, "/") + channelPath + ref.ChannelID
-	u.RawQuery = url.Values{"key": {ref.AccessKey}, "dir": {direction}}.Encode()
+	// Behind the address's own query, which may hold credentials.
+	query := url.Values{"key": {ref.AccessKey}, "dir": {direction}}.Encode()
+	if u.RawQuery != "" {
+		query = u.RawQuery + "&" + query
+	}
+	u.RawQuery = query
 	dialing, cancel := context.WithTimeout(life, handshakeTimeout)
 	defer cancel()
 	return c.dial(dialing, &u)

@@ -82,14 +82,18 @@ type Options struct {
 }
 
 // FromEnv fills the options that the environment of a worker gives (III_URL,
-// III_WORKER_NAME, III_NAMESPACE, III_ISOLATION); name is used when it gives
-// none. Blank values count as absent; the name is taken to the letter, as Compose
-// looks for it.
+// III_WORKER_NAME, III_NAMESPACE, III_ISOLATION, and III_TOKEN, which goes into
+// the Authorization header, as SDKs from 0.25 on send it); name is used when it
+// gives none. Blank values count as absent; the name is taken to the letter, as
+// Compose looks for it.
 func FromEnv(getenv func(string) string, name string) Options {
 	get := func(key string) string { return strings.TrimSpace(getenv(key)) }
 	o := Options{URL: get("III_URL"), Name: getenv("III_WORKER_NAME"), Namespace: get("III_NAMESPACE"), Isolation: get("III_ISOLATION")}
 	if strings.TrimSpace(o.Name) == "" {
 		o.Name = name
+	}
+	if token := get("III_TOKEN"); token != "" {
+		o.Header = http.Header{"Authorization": {"Bearer " + token}}
 	}
 	return o
 }

@@ -176,7 +176,7 @@ func (c *Client) introduction() ([][]byte, error) {
 	me, err := encode(workerMessage{
 		Runtime: "go", Version: c.options.Version, Name: c.options.Name, Description: c.options.Description,
 		OS: runtime.GOOS + " (" + runtime.GOARCH + ")", PID: os.Getpid(),
-		Isolation: c.options.Isolation, Namespace: c.options.Namespace,
+		Isolation: c.options.Isolation, Namespace: c.options.Namespace, Features: []string{featureLargeMessages},
 	})
 	if err != nil {
 		return nil, err
@@ -404,11 +404,12 @@ func (s *session) accepted(id, token string) {
 }
 
 // rejected acts on a refused registration: one of a function is tried again later,
-// any other is the end of the client.
+// any other is the end of the client. Engines from 0.25 on have more reasons to
+// refuse a function.
 func (s *session) rejected(f frame) {
 	id, owner, namespace := f.text("function_id"), quotable(f.text("owner_worker_id")), quotable(f.text("namespace"))
 	code := quotable(f.text("code"))
-	if code != codeFunctionConflict {
+	if code == codeWorkerConflict || code != codeFunctionConflict && id == "" {
 		s.end(&RejectedError{Code: code, Name: quotable(f.text("worker_name")), Namespace: namespace, Owner: owner})
 		return
 	}
@@ -420,8 +421,12 @@ func (s *session) rejected(f frame) {
 	told := s.told[id]
 	s.told[id], s.refused[id] = true, true
 	s.mu.Unlock()
-	if !told {
+	switch {
+	case told:
+	case code == codeFunctionConflict:
 		c.log.Warn("another worker has this function: calls go there until it ends", "function", id, "namespace", namespace, "owner", owner)
+	default:
+		c.log.Warn("the engine refuses this function: it cannot be called", "function", id, "namespace", namespace, "code", code)
 	}
 }
 
