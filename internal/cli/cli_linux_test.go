@@ -288,6 +288,11 @@ func TestUsage(t *testing.T) {
 		stderr string
 	}{
 		{[]string{"bogus"}, 2, `unknown command "bogus"`},
+		{[]string{"runn"}, 2, "did you mean run?"},
+		{[]string{"image", "bogus"}, 2, `unknown command "bogus": see adapter image --help`},
+		{[]string{"vmm", "set-up"}, 2, "did you mean setup?"},
+		{[]string{"completion", "bogus"}, 2, `unknown command "bogus"`},
+		{[]string{"run", "--image", "python", "--cpus", "0", "-c", "x"}, 2, "at least 1"},
 		{[]string{"run", "-c", "x"}, 2, "--image is missing"},
 		{[]string{"--vmm", "bogus", "ls"}, 2, "use auto, libkrun or qemu"},
 		{[]string{"image", "rm", "bogus.example/x"}, 1, "see adapter image ls"},
@@ -303,7 +308,7 @@ func TestUsage(t *testing.T) {
 		{[]string{"run", "--image", "python", "--json", "--tty", "-c", "x"}, 2, "exclude each other"},
 		{[]string{"run", "--image", "python", "-c", "x", "--", "ls"}, 2, "exclude each other"},
 		{[]string{"run", "--image", "python", "--"}, 2, "no command after --"},
-		{[]string{"run", "--image", "python", "/no/such/file.py"}, 125, "no such file"},
+		{[]string{"run", "--image", "python", "/no/such/file.py"}, 125, "no such file or directory: give code with -c"},
 		{[]string{"run", "--image", "oci:/no/layout", "-c", "x"}, 2, "--lang"},
 		{[]string{"run", "--image", "oci:/no/layout", "--lang", "sh", "-c", "x"}, 125, "/no/layout"},
 		{[]string{"run", "--image", "ubuntu", "-c", "x"}, 125, "allowed are python, node"},
@@ -365,6 +370,11 @@ func TestDoctor_FailsWhereNothingCanBoot(t *testing.T) {
 	if r.code != 1 || !strings.Contains(r.stdout, "FAIL  guest kernel: ") || !strings.Contains(r.stdout, "adapter vmm setup") {
 		t.Errorf("%+v", r)
 	}
+	h.env["III_SANDBOX_VMM"] = "bogus"
+	if r := h.adapter("", "doctor"); r.code != 1 || !strings.Contains(r.stdout, `FAIL  III_SANDBOX_VMM: "bogus" is unknown`) {
+		t.Errorf("%+v", r)
+	}
+	delete(h.env, "III_SANDBOX_VMM")
 	var findings []map[string]any
 	if r := h.adapter("", "doctor", "--json"); json.Unmarshal([]byte(r.stdout), &findings) != nil || len(findings) < 5 {
 		t.Errorf("%+v", r)

@@ -17,7 +17,7 @@ func (a *App) imageCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "image",
 		Short: "Manage the images on this host",
-		Args:  noArgs,
+		Args:  noSuchCommand,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.imagePullCommand(), a.imageLsCommand(), a.imageRmCommand(), a.imageGCCommand())
