@@ -304,6 +304,29 @@ func TestReaper_SparesWhatIsBusy(t *testing.T) {
 	}, &fakeVM{}, &fakeVM{read: strings.Repeat("x", 1000)})
 }
 
+// Semantics 12 #24: a program keeps its sandbox no longer than a program may run. No
+// call lasts that long; it is for a slot that was not given back.
+func TestReaper_GivesUpOnPrograms(t *testing.T) {
+	t.Parallel()
+	const minute = time.Minute
+	for _, tt := range []struct {
+		ops, execs uint32
+		idle       time.Duration
+		want       bool
+	}{
+		{0, 0, minute, false},
+		{0, 0, minute + 1, true},
+		{0, 1, minute + 1, false},
+		{0, 1, 6 * minute, false},
+		{0, 1, 6*minute + 1, true},
+		{1, 1, 60 * minute, false},
+	} {
+		if got := sandbox.Due(tt.ops, tt.execs, tt.idle, 5*minute); got != tt.want {
+			t.Errorf("%+v: %v", tt, got)
+		}
+	}
+}
+
 // A claim by the reaper and a stop of a user's meet: the VM is ended once, and
 // both succeed. Calls meanwhile are S004, later ones S002.
 func TestReaper_AndStopMeet(t *testing.T) {
