@@ -97,11 +97,12 @@ func stringEnd(raw []byte) int {
 }
 
 // unquote is what a string says, with U+FFFD where it is not Unicode.
-func unquote(raw []byte) (text string) {
+func unquote(raw []byte) string {
 	raw = bytes.Trim(raw, blanks)
 	if bytes.IndexByte(raw, '\\') < 0 && utf8.Valid(raw) {
 		return string(raw[1 : len(raw)-1])
 	}
+	var text string
 	_ = json.Unmarshal(raw, &text) // a string, as is known
 	return text
 }

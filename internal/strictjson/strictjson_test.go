@@ -170,7 +170,7 @@ func TestUnmarshal_TakesLittleMemory(t *testing.T) {
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
-		if took := int(after.TotalAlloc - before.TotalAlloc); took > 20*len(text) {
+		if took := int(after.TotalAlloc - before.TotalAlloc); took > 8*len(text) {
 			t.Errorf("%s: %d bytes took %d", name, len(text), took)
 		}
 	}
