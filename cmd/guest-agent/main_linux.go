@@ -64,10 +64,14 @@ func run(log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
+	table := procs.Open(procs.All)
+	if err := table.Group(boot.ControlGroups); err != nil {
+		guest.Warnings = append(guest.Warnings, fmt.Sprintf("control groups: %v", err))
+	}
 	service := agent.New(agent.Config{
 		Log:        log,
 		Version:    version,
-		Table:      procs.Open(procs.All),
+		Table:      table,
 		Env:        guest.Env,
 		Kernel:     guest.Kernel,
 		Boot:       guest.Agent,

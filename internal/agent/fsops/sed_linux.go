@@ -224,7 +224,7 @@ func likeOriginal(from, to int) error {
 	if err := unix.Fchown(to, int(st.Uid), int(st.Gid)); err != nil {
 		return err
 	}
-	err := copyXattrs(procPath(from), func(name string, value []byte) error {
+	err := copyXattrs(from, func(name string, value []byte) error {
 		if name == "security.capability" {
 			return nil
 		}
