@@ -333,12 +333,16 @@ func TestImage_PullLsRmGC(t *testing.T) {
 	if pulled.code != 0 || !strings.HasPrefix(digest, "sha256:") {
 		t.Fatalf("pull: %+v", pulled)
 	}
-	if r := h.adapter("", "image", "ls"); !strings.Contains(r.stdout, digest[:19]) || r.code != 0 {
+	if r := h.adapter("", "image", "ls"); !strings.Contains(r.stdout, digest[:19]) || !strings.Contains(r.stdout, "\npython  oci:") || r.code != 0 {
 		t.Errorf("ls: %+v", r)
 	}
 	h.adapter("", "image", "gc").want(t, 0, "removed 0 images, freed 0.0 MiB\n", "")
 	// A child that another test forks holds our locks until it runs its program.
 	vmtest.Eventually(t, patience, "removal", func() bool { return h.adapter("", "image", "rm", digest).code == 0 })
+	if r := h.adapter("", "image", "pull", "python"); r.code != 0 {
+		t.Fatalf("pull: %+v", r)
+	}
+	vmtest.Eventually(t, patience, "removal by name", func() bool { return h.adapter("", "image", "rm", "python").code == 0 })
 	h.adapter("", "image", "ls", "--json").want(t, 0, "[]\n", "")
 }
 
