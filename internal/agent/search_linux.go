@@ -73,7 +73,7 @@ func (f *Files) Sed(req *guestv1.SedRequest, stream guestv1.FileService_SedServe
 		path := string(req.GetPath())
 		opts.Path = &path
 	}
-	return many(stream.Context(), f, f.onPath("sed", []byte(req.GetPath())), func(ctx context.Context, emit func(*guestv1.SedResponse) error) error {
+	return many(stream.Context(), f, f.onPath("sed", req.GetPath()), func(ctx context.Context, emit func(*guestv1.SedResponse) error) error {
 		out := batch[*guestv1.SedResult]{emit: func(results []*guestv1.SedResult) error {
 			return emit(&guestv1.SedResponse{Results: results})
 		}}

@@ -132,6 +132,7 @@ type grepping struct {
 	re    *rexp.Regexp
 	emit  func(Match) error
 	found uint64
+	lines lineReader
 }
 
 // root searches the file that the search was asked for.
@@ -166,7 +167,8 @@ func (g *grepping) visit(dir int, name, rel string) error {
 // file searches f. It returns what ended the reading early, and what ends the
 // search.
 func (g *grepping) file(f *file, path string) (readErr, err error) {
-	lines := newLineReader(f)
+	lines := &g.lines
+	lines.read(f)
 	head, err := lines.in.Peek(binaryProbe)
 	if bytes.IndexByte(head, 0) >= 0 {
 		return nil, nil
