@@ -89,6 +89,8 @@ test/clients   ->
 # The lab, where libkrun's guests run on any host, and what is measured in it.
 test/lab       -> layout test/l1 vmassets
 test/l1        -> vmassets
+# In that machine.
+test/l1/anchor ->
 test/bench-lab -> bootspec cleanup guest imagestore layout test/l1 vm vm/shimdriver vmassets
 
 archtest ->
