@@ -52,6 +52,7 @@ func hostile() map[string]string {
 		"result without id":  `{"type":"invocationresult","result":"` + secret + `"}`,
 		"odd welcome":        `{"type":"workerregistered","worker_id":"` + secret + `","reattach_token":"` + secret + `"}`,
 		"empty welcome":      `{"type":"workerregistered"}`,
+		"refused by nobody":  `{"type":"registrationrejected","worker_name":"` + secret + `"}`,
 		"refused stranger":   `{"type":"registrationrejected","code":"FUNCTION_NAMESPACE_CONFLICT","function_id":"` + secret + `"}`,
 		"trigger":            `{"type":"registertrigger","id":"` + secret + `","trigger_type":"x","function_id":"f::echo","config":{}}`,
 		"pong":               `{"type":"pong"}`,
@@ -91,6 +92,26 @@ func TestHostileMessagesChangeNothing(t *testing.T) {
 	}
 	if text := log.String(); strings.Contains(text, "S3CRET") || !strings.Contains(text, "malformed frame") {
 		t.Errorf("the log is %.2000s", text)
+	}
+}
+
+// The engine's own words are logged, but not without bound.
+func TestWordsOfTheEngineAreCut(t *testing.T) {
+	t.Parallel()
+	ctx := within(t)
+	engine := startEngine(t, iiitest.Options{})
+	var log logbook
+	open(t, iii.Options{URL: engine.URL(), Log: log.logger(), Functions: []iii.Function{{ID: "f::echo", Handler: echo}}})
+	if err := engine.AwaitFunction(ctx, "f::echo"); err != nil {
+		t.Fatal(err)
+	}
+	long := strings.Repeat("x", 1<<20)
+	engine.Inject(named(t, engine, "sandbox-libkrun"), []byte(`{"type":"registrationrejected","code":"`+long+`","function_id":"f::echo","owner_worker_id":"`+long+`"}`))
+	if _, err := engine.Call(ctx, "f::echo", nil); err != nil {
+		t.Error(err)
+	}
+	if text := log.String(); !strings.Contains(text, "xxx") || len(text) > 4<<10 {
+		t.Errorf("it logged %d bytes: %.1000s", len(text), text)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -479,6 +480,61 @@ func TestStuckEngine(t *testing.T) {
 		began := time.Now()
 		if err := c.Close(t.Context()); err != nil || time.Since(began) > 2*time.Second {
 			t.Errorf("closed after %v: %v", time.Since(began), err)
+		}
+	})
+}
+
+// A large result on a slow network takes longer than an engine may be silent.
+func TestSlowNetworkIsNoDeadEngine(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var net network
+		l := net.listen()
+		const size = 8 << 20
+		got := make(chan int64, 1)
+		server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			socket, err := websocket.Accept(w, r, nil)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer func() { _ = socket.CloseNow() }()
+			socket.SetReadLimit(2 * size)
+			call := `{"type":"invokefunction","invocation_id":"` + uuidText + `","function_id":"f::large","data":{}}`
+			if err := socket.Write(r.Context(), websocket.MessageText, []byte(call)); err != nil {
+				t.Error(err)
+			}
+			for total := int64(0); total < size; { // the introduction, and what is of interest
+				_, message, err := socket.Reader(r.Context())
+				if err != nil {
+					t.Error(err)
+					break
+				}
+				for err == nil {
+					var n int64
+					n, err = io.CopyN(io.Discard, message, 64<<10)
+					total += n
+					<-time.After(time.Second)
+				}
+				if total >= size {
+					got <- total
+				}
+			}
+		})}
+		go func() { _ = server.Serve(l) }()
+		t.Cleanup(func() { _ = server.Close() })
+		open(t, iii.Options{URL: "ws://engine:1", Dial: net.dial, Functions: []iii.Function{
+			{ID: "f::large", Handler: func(context.Context, iii.Invocation) (json.RawMessage, error) {
+				return json.RawMessage(`"` + strings.Repeat("x", size) + `"`), nil
+			}},
+		}})
+		select {
+		case <-got:
+		case <-time.After(time.Hour):
+			t.Error("it never came")
+		}
+		if n := net.count(); n != 1 {
+			t.Errorf("%d connections", n)
 		}
 	})
 }

@@ -290,7 +290,8 @@ func (s *session) ping() {
 }
 
 // watch ends the session when nothing at all came for a minute, not even part of
-// a large message.
+// a large message. A large one of ours that a slow network is taking keeps it: no
+// ping is sent meanwhile, so nothing may come.
 func (s *session) watch() {
 	timer := time.NewTimer(idleTimeout)
 	defer timer.Stop()
@@ -301,6 +302,9 @@ func (s *session) watch() {
 		case <-timer.C:
 		}
 		quiet := s.wire.quiet()
+		if s.writing.Load() {
+			quiet = min(quiet, s.wire.stuck())
+		}
 		if quiet >= idleTimeout {
 			s.end(errIdle)
 			return
@@ -409,6 +413,10 @@ func (s *session) accepted(id, token string) {
 func (s *session) rejected(f frame) {
 	id, owner, namespace := f.text("function_id"), quotable(f.text("owner_worker_id")), quotable(f.text("namespace"))
 	code := quotable(f.text("code"))
+	if code == "" && id == "" {
+		s.complain(len(owner) + len(namespace))
+		return
+	}
 	if code == codeWorkerConflict || code != codeFunctionConflict && id == "" {
 		s.end(&RejectedError{Code: code, Name: quotable(f.text("worker_name")), Namespace: namespace, Owner: owner})
 		return

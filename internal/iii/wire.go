@@ -12,12 +12,15 @@ import (
 // channel's largest frame.
 const maxGathered = 2 * chunk
 
-// A wire is a network connection that knows when it last received something, and
-// that can bound how long each read and write waits for the network.
+// A wire is a network connection that knows when it last received something and
+// when it last sent something, and that can bound how long each read and write
+// waits for the network.
 type wire struct {
 	net.Conn
 	began time.Time
-	last  atomic.Int64 // nanoseconds since began
+
+	// Nanoseconds since began.
+	received, sent atomic.Int64
 
 	// ahead, where set, is what reads come from: more than was asked for.
 	ahead *bufio.Reader
@@ -35,10 +38,16 @@ type wire struct {
 
 func newWire(conn net.Conn) *wire { return &wire{Conn: conn, began: time.Now()} }
 
-// quiet returns for how long nothing came.
-func (w *wire) quiet() time.Duration {
-	return time.Since(w.began) - time.Duration(w.last.Load())
+// quiet returns for how long nothing came, stuck for how long nothing could be
+// sent.
+func (w *wire) quiet() time.Duration { return w.since(&w.received) }
+func (w *wire) stuck() time.Duration { return w.since(&w.sent) }
+
+func (w *wire) since(moment *atomic.Int64) time.Duration {
+	return time.Since(w.began) - time.Duration(moment.Load())
 }
+
+func (w *wire) now(moment *atomic.Int64) { moment.Store(int64(time.Since(w.began))) }
 
 // boundReads makes reads fail with os.ErrDeadlineExceeded when nothing comes for
 // so long.
@@ -85,7 +94,7 @@ func (w *wire) receive(p []byte) (int, error) {
 	}
 	n, err := w.Conn.Read(p)
 	if n > 0 {
-		w.last.Store(int64(time.Since(w.began)))
+		w.now(&w.received)
 	}
 	return n, err
 }
@@ -135,5 +144,9 @@ func (w *wire) send(p []byte) (int, error) {
 	if err := w.limitWrites(); err != nil {
 		return 0, err
 	}
-	return w.Conn.Write(p)
+	n, err := w.Conn.Write(p)
+	if n > 0 {
+		w.now(&w.sent)
+	}
+	return n, err
 }
