@@ -32,8 +32,9 @@ const (
 // nor the programs started next.
 type groups struct {
 	// dir is the group that the others are in.
-	dir  *os.File
-	made []*os.File
+	dir *os.File
+	// made is how many of them there are, by the names 0, 1, ...
+	made int
 	// next is the group to share when all are in use.
 	next int
 }
@@ -103,38 +104,50 @@ func setGroup(group, file, value string) error {
 	return errors.Join(err, f.Close())
 }
 
-// pick returns a group to start a program in: one that is empty, where there is
-// one or can be one.
-func (g *groups) pick() (*os.File, error) {
-	for _, group := range g.made {
+// pick opens a group to start a program in: one that is empty, where there is one
+// or can be one. The caller closes it: open files of this process do not grow with
+// the programs that ran at once.
+func (g *groups) pick() (int, error) {
+	for i := range g.made {
+		group, err := g.open(i)
+		if err != nil {
+			return -1, err
+		}
 		if empty(group) {
 			return group, nil
 		}
+		_ = unix.Close(group)
 	}
-	if len(g.made) < maxGroups {
+	if g.made < maxGroups {
 		return g.make()
 	}
-	g.next = (g.next + 1) % len(g.made)
-	return g.made[g.next], nil
+	g.next = (g.next + 1) % g.made
+	return g.open(g.next)
 }
 
-func (g *groups) make() (*os.File, error) {
-	name := strconv.Itoa(len(g.made))
+func (g *groups) make() (int, error) {
+	name := strconv.Itoa(g.made)
 	if err := unix.Mkdirat(int(g.dir.Fd()), name, 0o755); err != nil && !errors.Is(err, unix.EEXIST) {
-		return nil, fmt.Errorf("control group %s: %w", name, err)
+		return -1, fmt.Errorf("control group %s: %w", name, err)
 	}
-	fd, err := unix.Openat(int(g.dir.Fd()), name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	group, err := g.open(g.made)
+	if err == nil {
+		g.made++
+	}
+	return group, err
+}
+
+func (g *groups) open(i int) (int, error) {
+	group, err := unix.Openat(int(g.dir.Fd()), strconv.Itoa(i), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("control group %s: %w", name, err)
+		return -1, fmt.Errorf("control group %d: %w", i, err)
 	}
-	group := os.NewFile(uintptr(fd), name)
-	g.made = append(g.made, group)
 	return group, nil
 }
 
 // empty reports whether no process is in the group, or below it.
-func empty(group *os.File) bool {
-	fd, err := unix.Openat(int(group.Fd()), "cgroup.events", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+func empty(group int) bool {
+	fd, err := unix.Openat(group, "cgroup.events", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return false
 	}
@@ -151,8 +164,9 @@ func (g *groups) start(program string, argv []string, attr *syscall.ProcAttr) (i
 		return syscall.ForkExec(program, argv, attr)
 	}
 	if group, err := g.pick(); err == nil {
-		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, int(group.Fd())
+		attr.Sys.UseCgroupFD, attr.Sys.CgroupFD = true, group
 		pid, err := syscall.ForkExec(program, argv, attr)
+		_ = unix.Close(group)
 		if !unusable(err) {
 			return pid, err
 		}
