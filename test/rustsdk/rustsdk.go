@@ -39,7 +39,7 @@ func Install(t testing.TB) string {
 func cargoVersion(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "cargo", "--version").Output()
 	if err != nil {
-		return "", fmt.Errorf("cargo is not installed (on Debian: package cargo-web): %w", err)
+		return "", fmt.Errorf("there is no cargo that runs (on Debian: package cargo-web): %w", err)
 	}
 	words := strings.FieldsFunc(string(out), func(r rune) bool { return r == ' ' || r == '.' })
 	if len(words) < 3 {
