@@ -179,7 +179,8 @@ func (s *server) shutdown(ctx context.Context, end context.CancelFunc) error {
 		err = s.core.Close(closing)
 	}
 	end()
-	s.transfers.Wait()
 	<-time.After(answerGrace)
-	return errors.Join(err, s.client.Close(closing))
+	err = errors.Join(err, s.client.Close(closing))
+	s.transfers.Wait() // no call is left that could begin one
+	return err
 }
