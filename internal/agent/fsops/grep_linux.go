@@ -64,7 +64,7 @@ func Grep(ctx context.Context, opts GrepOptions, emit func(Match) error) (trunca
 		return false, fault.FileErrno(opts.Path, err)
 	}
 	g := grepping{ctx: ctx, opts: opts, emit: emit}
-	if g.re, err = rexp.Compile(opts.Pattern, rexp.Options{IgnoreCase: opts.IgnoreCase}); err != nil {
+	if g.re, err = rexp.Compile(opts.Pattern, rexp.Options{IgnoreCase: opts.IgnoreCase, Ended: func() bool { return ctx.Err() != nil }}); err != nil {
 		return false, fault.BadPattern(opts.Pattern, err)
 	}
 	filter, err := newFilter(opts.Include, opts.Exclude)

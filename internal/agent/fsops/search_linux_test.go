@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -461,4 +462,27 @@ func TestSed_EndsWithItsContext(t *testing.T) {
 		put(t, dir+"/f", "a\n")
 	}
 	t.Fatal("never done")
+}
+
+// A match that takes minutes ends with its context too.
+func TestSearch_LargePatternEndsWithItsContext(t *testing.T) {
+	t.Parallel()
+	path := t.TempDir() + "/f"
+	put(t, path, strings.Repeat("a", 1<<20-1)+"\n")
+	const pattern = `(?:a?){3000}b`
+	for name, search := range map[string]func(context.Context) error{
+		"grep": func(ctx context.Context) error {
+			_, err := fsops.Grep(ctx, fsops.GrepOptions{Path: path, Pattern: pattern}, func(fsops.Match) error { return nil })
+			return err
+		},
+		"sed": func(ctx context.Context) error {
+			return fsops.Sed(ctx, fsops.SedOptions{Files: []string{path}, Pattern: pattern, Replacement: "x"}, func(fsops.SedResult) error { return nil })
+		},
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		if err := search(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 }

@@ -106,7 +106,9 @@ func (s *sedding) compile(opts SedOptions) (err error) {
 	if opts.Literal && opts.Pattern == "" {
 		return fault.EmptyPattern()
 	}
-	s.re, err = rexp.Compile(opts.Pattern, rexp.Options{Literal: opts.Literal, IgnoreCase: opts.IgnoreCase})
+	s.re, err = rexp.Compile(opts.Pattern, rexp.Options{
+		Literal: opts.Literal, IgnoreCase: opts.IgnoreCase, Ended: func() bool { return s.ctx.Err() != nil },
+	})
 	if err != nil {
 		return fault.BadPattern(opts.Pattern, err)
 	}
