@@ -81,7 +81,7 @@ func Hostile() map[string]func(context.Context, net.Conn) {
 		"is an HTTP server":        answer("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"),
 		"is out of order":          answer("HTTP/1.1 503 Service Unavailable\r\nContent-Length: 9999999999\r\n\r\nx"),
 		"does not know the path":   answer("HTTP/1.1 404 Not Found\r\n\r\n"),
-		"sends elsewhere":          answer("HTTP/1.1 302 Found\r\nLocation: http://elsewhere:1/\r\n\r\n"),
+		"sends elsewhere":          answer("HTTP/1.1 302 Found\r\nLocation: http://elsewhere:1/\r\nContent-Length: 0\r\n\r\n"),
 		"never ends its headers": func(ctx context.Context, conn net.Conn) {
 			answer("HTTP/1.1 101 Switching Protocols\r\n"+"A: "+strings.Repeat("b", 12<<20))(ctx, conn)
 		},
