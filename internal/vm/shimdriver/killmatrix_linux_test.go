@@ -222,6 +222,11 @@ func (x matrix) killedBoot(t *testing.T, v victim, step string) {
 	}()
 	f := x.familyOf(t, (<-driver.started).PID())
 	vmtest.Eventually(t, patience, "step "+step, func() bool {
+		select {
+		case err := <-failed:
+			t.Fatalf("the boot ended before it was killed: %v", err)
+		default:
+		}
 		switch step {
 		case "entered":
 			return slices.ContainsFunc(threads(f.vmm.PID), func(name string) bool { return strings.HasPrefix(name, x.entered) })
