@@ -125,8 +125,8 @@ func TestAnswersThatWaitCount(t *testing.T) {
 		})}
 		go func() { _ = server.Serve(l) }()
 		t.Cleanup(func() { _ = server.Close() })
-		large := json.RawMessage(`"` + strings.Repeat("x", 8<<20) + `"`)
-		open(t, iii.Options{URL: "ws://engine:1", Dial: net.dial, Functions: []iii.Function{
+		large := json.RawMessage(`"` + strings.Repeat("x", 64<<10) + `"`)
+		open(t, iii.Options{URL: "ws://engine:1", Dial: net.dial, MaxCallBytes: 2 << 20, Functions: []iii.Function{
 			{ID: "f::large", Handler: func(context.Context, iii.Invocation) (json.RawMessage, error) {
 				made.Add(1)
 				return large, nil
@@ -134,7 +134,7 @@ func TestAnswersThatWaitCount(t *testing.T) {
 		}})
 		<-time.After(100 * time.Millisecond)
 		if n := made.Load(); n < 30 || n > 34 {
-			t.Errorf("%d answers of 8 MiB were made", n)
+			t.Errorf("%d answers of 64 KiB were made", n)
 		}
 	})
 }

@@ -41,7 +41,7 @@ func (s *session) admit(ctx context.Context, call Invocation) error {
 	if c.closing {
 		return errClosing
 	}
-	if c.calls >= c.options.MaxCalls || c.calls > 0 && c.callBytes+size > maxCallBytes {
+	if c.calls >= c.options.MaxCalls || c.calls > 0 && c.callBytes+size > c.options.MaxCallBytes {
 		return c.options.Fault(ErrBusy)
 	}
 	c.calls++

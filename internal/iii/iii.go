@@ -42,10 +42,8 @@ const (
 
 // Bounds of ours on calls that are being answered.
 const (
-	defaultMaxCalls = 1024
-	// maxCallBytes bounds the payloads of all calls being answered, and their
-	// answers.
-	maxCallBytes = 256 << 20
+	defaultMaxCalls     = 1024
+	defaultMaxCallBytes = 256 << 20
 )
 
 // Options say which worker to be. They are not changed after Open.
@@ -67,10 +65,11 @@ type Options struct {
 	Isolation string
 	// Functions are registered on every connection, in this order.
 	Functions []Function
-	// MaxCalls bounds the calls that are answered at a time; 0 is 1024. Their
-	// payloads, and the answers that wait to be sent, are bounded together too, at
-	// 256 MiB. A call beyond is refused with ErrBusy at once.
-	MaxCalls int
+	// MaxCalls bounds the calls that are answered at a time; 0 is 1024. MaxCallBytes
+	// bounds their payloads together with the answers that wait to be sent; 0 is
+	// 256 MiB. A call beyond is refused with ErrBusy at once, but for a single one.
+	MaxCalls     int
+	MaxCallBytes int64
 	// Fault makes the error that a caller gets of one that the client met itself:
 	// ErrBusy, ErrPanicked, ErrNotJSON or ErrTooLarge. It must be short and must not
 	// block; nil leaves them as they are.
@@ -147,6 +146,9 @@ func (o *Options) check() (*url.URL, error) {
 	}
 	if o.MaxCalls <= 0 {
 		o.MaxCalls = defaultMaxCalls
+	}
+	if o.MaxCallBytes <= 0 {
+		o.MaxCallBytes = defaultMaxCallBytes
 	}
 	if o.Fault == nil {
 		o.Fault = func(err error) error { return err }
