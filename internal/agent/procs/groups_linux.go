@@ -119,28 +119,29 @@ func (g *groups) pick() (int, error) {
 		_ = unix.Close(group)
 	}
 	if g.made < maxGroups {
-		return g.make()
+		group, err := g.open(g.made)
+		if err == nil {
+			g.made++
+		}
+		return group, err
 	}
 	g.next = (g.next + 1) % g.made
 	return g.open(g.next)
 }
 
-func (g *groups) make() (int, error) {
-	name := strconv.Itoa(g.made)
-	if err := unix.Mkdirat(int(g.dir.Fd()), name, 0o755); err != nil && !errors.Is(err, unix.EEXIST) {
-		return -1, fmt.Errorf("control group %s: %w", name, err)
-	}
-	group, err := g.open(g.made)
-	if err == nil {
-		g.made++
-	}
-	return group, err
-}
-
+// open opens a group, and makes it where it is not there, or not any more: the
+// guest's user may remove an empty one.
 func (g *groups) open(i int) (int, error) {
-	group, err := unix.Openat(int(g.dir.Fd()), strconv.Itoa(i), unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	dir, name := int(g.dir.Fd()), strconv.Itoa(i)
+	const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC
+	group, err := unix.Openat(dir, name, flags, 0)
+	if errors.Is(err, unix.ENOENT) {
+		if err = unix.Mkdirat(dir, name, 0o755); err == nil {
+			group, err = unix.Openat(dir, name, flags, 0)
+		}
+	}
 	if err != nil {
-		return -1, fmt.Errorf("control group %d: %w", i, err)
+		return -1, fmt.Errorf("control group %s: %w", name, err)
 	}
 	return group, nil
 }
