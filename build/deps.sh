@@ -49,6 +49,8 @@ for group in "$@"; do
 		need git git
 		need node nodejs
 		need npm npm
+		need python3 python3
+		need pip3 python3-pip
 		;;
 	lab)
 		need npm npm

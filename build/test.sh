@@ -1,15 +1,16 @@
 #!/bin/sh
 # Every test. Where QEMU cannot run its VMs this fails rather than skips; set
 # VMTEST_REQUIRE= (empty) to allow the skip. III_TEST_IMAGES= (empty) skips the
-# build of a whole image, which needs the network; III_TEST_NODE= (empty) allows
-# to skip the clients of Node, whose packages come from npm.
+# build of a whole image, which needs the network; III_TEST_SDKS= (empty) allows
+# to skip the clients of Node, Python and, where there is cargo, Rust, whose
+# packages come from npm, PyPI and crates.io.
 #
 # usage: test.sh [go test flag or package ...]
 set -eu
 cd "$(dirname "$0")/.."
 . build/step.sh
-: "${GO:=go}" "${MAKE:=make}" "${VMTEST_REQUIRE=qemu}" "${III_TEST_IMAGES=1}" "${III_TEST_NODE=1}"
-export VMTEST_REQUIRE III_TEST_IMAGES III_TEST_NODE
+: "${GO:=go}" "${MAKE:=make}" "${VMTEST_REQUIRE=qemu}" "${III_TEST_IMAGES=1}" "${III_TEST_SDKS=1}"
+export VMTEST_REQUIRE III_TEST_IMAGES III_TEST_SDKS
 
 step 'system packages' sh build/deps.sh build run test
 step 'build adapter, krun-shim, guest-agent' "$MAKE" build

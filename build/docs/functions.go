@@ -21,6 +21,8 @@ calls of ` + "`sandbox::<name>`" + ` on to them unchanged.
     iii trigger sandbox-libkrun::run --timeout-ms 300000 \
       --json '{"image":"python","lang":"python","code":"print(6*7)"}'
 
+Without iii, ` + "`go run ./test/cmd/engine trigger`" + ` takes the place of ` + "`iii trigger`" + `; the README tells how.
+
 Fields of a request that are not known are ignored; a known field of the wrong type, or null where the type below does not
 say so, is the error S001. Errors are in [errors.md](errors.md).
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cli"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/rpcbuffers"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/shimdriver"
 )
@@ -20,6 +21,7 @@ import (
 var version = "0.2.0-dev"
 
 func main() {
+	rpcbuffers.Use()
 	// A reader that goes away (adapter run | head) is an error of that write:
 	// the program in the guest ends and the sandbox is cleaned up.
 	signal.Ignore(syscall.SIGPIPE)

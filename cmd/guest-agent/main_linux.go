@@ -13,6 +13,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/boot"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/rpcbuffers"
 )
 
 // version is stamped by the build.
@@ -37,6 +38,7 @@ func main() {
 		}
 		return
 	}
+	rpcbuffers.Use()
 	debug.SetMemoryLimit(memoryLimit)
 	debug.SetGCPercent(-1)
 	boot.CatchSignals()
@@ -44,7 +46,6 @@ func main() {
 	if err := run(log); err != nil {
 		boot.Fatal(os.Stderr, err)
 	}
-	boot.PowerOff()
 }
 
 // short keeps the console's lines short: it is slow, and the host stamps them.
@@ -55,6 +56,7 @@ func short(_ []string, a slog.Attr) slog.Attr {
 	return a
 }
 
+// run returns only what ended the VM out of order.
 func run(log *slog.Logger) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -62,10 +64,14 @@ func run(log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
+	table := procs.Open(procs.All)
+	if err := table.Group(boot.ControlGroups); err != nil {
+		guest.Warnings = append(guest.Warnings, fmt.Sprintf("control groups: %v", err))
+	}
 	service := agent.New(agent.Config{
 		Log:        log,
 		Version:    version,
-		Table:      procs.Open(procs.All),
+		Table:      table,
 		Env:        guest.Env,
 		Kernel:     guest.Kernel,
 		Boot:       guest.Agent,
@@ -90,8 +96,8 @@ func run(log *slog.Logger) error {
 	}
 	select {
 	case <-service.Done():
-		return nil
+		guest.PowerOff()
 	default:
-		return errors.New("link to the shim: it ended without a shutdown")
 	}
+	return errors.New("link to the shim: it ended without a shutdown")
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/rpcbuffers"
 )
 
 // version is stamped by the build.
@@ -73,6 +74,7 @@ func main() {
 		// libkrun wants the process's first thread, which this is.
 		runtime.LockOSThread()
 	}
+	rpcbuffers.Use()
 	// The launcher may be gone before what is printed.
 	signal.Ignore(syscall.SIGPIPE)
 	os.Exit(run(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))

@@ -45,7 +45,8 @@ type Core interface {
 	Close(ctx context.Context) error
 }
 
-// Config is what Serve works with; all fields but Extensions are required.
+// Config is what Serve works with; all fields but Extensions and MaxDownloads are
+// required.
 type Config struct {
 	// Engine says which worker to be, see iii.FromEnv. Serve adds the functions.
 	Engine iii.Options
@@ -58,6 +59,10 @@ type Config struct {
 	Extensions bool
 	// Start makes the core for a configuration. It is called once.
 	Start func(*config.Config) (Core, error)
+	// MaxDownloads bounds the files of fs::read that are on their way; 0 is 128. One
+	// that nobody reads counts for some minutes, unless it fits into its channel
+	// (4 MiB).
+	MaxDownloads int
 	// Log gets one line for each call, without anything of its payload but the id
 	// of the sandbox.
 	Log *slog.Logger
@@ -79,6 +84,8 @@ type server struct {
 	// transfers are the downloads under way; they end with life.
 	transfers sync.WaitGroup
 	life      context.Context //nolint:containedctx // the lifetime of the server itself
+	// downloads holds one for each of them, at most Config.MaxDownloads.
+	downloads chan struct{}
 
 	// started is closed once core or failure is set.
 	started chan struct{}
@@ -93,12 +100,15 @@ type server struct {
 func Serve(ctx context.Context, cfg Config) (err error) {
 	life, end := context.WithCancel(context.WithoutCancel(ctx))
 	defer end()
-	s := &server{cfg: cfg, life: life, started: make(chan struct{})}
+	if cfg.MaxDownloads <= 0 {
+		cfg.MaxDownloads = defaultMaxDownloads
+	}
+	s := &server{cfg: cfg, life: life, started: make(chan struct{}), downloads: make(chan struct{}, cfg.MaxDownloads)}
 	options := cfg.Engine
 	options.Functions = s.functions()
 	options.Description = "Runs untrusted code in microVMs."
 	options.Version = cfg.Version
-	options.Busy = wireError(fault.TooManyCalls())
+	options.Fault = clientFault
 	if s.client, err = iii.Open(options); err != nil {
 		return err
 	}
@@ -173,7 +183,8 @@ func (s *server) shutdown(ctx context.Context, end context.CancelFunc) error {
 		err = s.core.Close(closing)
 	}
 	end()
-	s.transfers.Wait()
 	<-time.After(answerGrace)
-	return errors.Join(err, s.client.Close(closing))
+	err = errors.Join(err, s.client.Close(closing))
+	s.transfers.Wait() // no call is left that could begin one
+	return err
 }

@@ -3,6 +3,7 @@ package adapter
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"reflect"
 	"time"
@@ -38,6 +39,17 @@ func handle[Req, Resp any](s *server, name string, serve func(context.Context, C
 		}
 		return contract.Encode(resp)
 	}
+}
+
+// clientFault is what a caller is told of an error of the client itself.
+func clientFault(err error) error {
+	switch {
+	case errors.Is(err, iii.ErrBusy):
+		return wireError(fault.TooManyCalls())
+	case errors.Is(err, iii.ErrTooLarge):
+		return wireError(fault.ReplyTooLarge(err))
+	}
+	return wireError(fault.Internal(err))
 }
 
 // wireError is how a fault travels: its envelope is the message.

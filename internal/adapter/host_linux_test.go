@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"maps"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -36,6 +37,10 @@ type setup struct {
 	// engine are the engine's options but for the entry.
 	engine iiitest.Options
 	fake   vmtest.Fake
+	// downloads is adapter.Config.MaxDownloads.
+	downloads int
+	// dial is the adapter's way to the engine, see iii.Options.
+	dial func(ctx context.Context, network, address string) (net.Conn, error)
 	// start, where set, comes before the core is made.
 	start func(context.Context) error
 	// extensions are the adapter's.
@@ -112,7 +117,7 @@ func (h *host) serve(s setup) {
 	go func() {
 		defer close(h.served)
 		h.err = adapter.Serve(ctx, adapter.Config{
-			Engine: iii.Options{URL: h.engine.URL(), Name: "sandbox-libkrun", Log: log}, ConfigName: "sandbox-libkrun", Version: "0.2.0", Log: log,
+			Engine: iii.Options{URL: h.engine.URL(), Name: "sandbox-libkrun", Log: log, Dial: s.dial}, ConfigName: "sandbox-libkrun", Version: "0.2.0", Log: log, MaxDownloads: s.downloads,
 			Extensions: s.extensions,
 			Start: func(cfg *config.Config) (adapter.Core, error) {
 				if s.start != nil {

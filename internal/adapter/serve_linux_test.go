@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"strings"
 	"testing"
 
@@ -202,6 +203,11 @@ func TestServe_LogsNothingOfPayloads(t *testing.T) {
 	h.fails(t, "exec", obj{"sandbox_id": secret, "cmd": "true"}, "S001")
 	h.fails(t, "exec", shell(id, "sleep 100 # "+secret, obj{"timeout_ms": 50}), "S200")
 	h.fails(t, "exec", obj{"sandbox_id": id, "argv": []string{secret + "\x00"}}, "S300")
+	garbage := h.file(t, secret, "\x7fELF")
+	if err := os.Chmod(garbage, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	h.fails(t, "exec", obj{"sandbox_id": id, "argv": []string{garbage}}, "S300", secret)
 	h.fails(t, "fs::rm", at(id, path+"/x"), "S216")
 	h.fails(t, "create", obj{"image": "python", "env": obj{"1" + secret: ""}}, "S001")
 	h.fails(t, "run", obj{"image": "python", "code": secret, "lang": secret + " x"}, "S001")

@@ -69,6 +69,12 @@ type started struct {
 // during, where set, runs beside it; a start is slow until all of hold are closed.
 func serveFor(t *testing.T, engine iiitest.Options, during func(*iiitest.Engine), hold ...<-chan struct{}) started {
 	t.Helper()
+	return serveIn(t, "", engine, during, hold...)
+}
+
+// serveIn is serveFor with the adapter in a namespace.
+func serveIn(t *testing.T, namespace string, engine iiitest.Options, during func(*iiitest.Engine), hold ...<-chan struct{}) started {
+	t.Helper()
 	network := newPipes()
 	engine.Listener, engine.Log = network, slog.New(slog.DiscardHandler)
 	e, err := iiitest.Start(engine)
@@ -84,7 +90,8 @@ func serveFor(t *testing.T, engine iiitest.Options, during func(*iiitest.Engine)
 		defer close(done)
 		logger := slog.New(slog.NewTextHandler(log, nil))
 		out.err = adapter.Serve(t.Context(), adapter.Config{
-			Engine: iii.Options{URL: "ws://engine:1", Name: "sandbox-libkrun", Dial: network.dial, Log: logger}, ConfigName: "my-entry", Version: "0.2.0", Log: logger,
+			Engine:     iii.Options{URL: "ws://engine:1", Name: "sandbox-libkrun", Namespace: namespace, Dial: network.dial, Log: logger},
+			ConfigName: "my-entry", Version: "0.2.0", Log: logger,
 			Start: func(cfg *config.Config) (adapter.Core, error) {
 				out.config, out.after = cfg, time.Since(began)
 				for _, slow := range hold {
@@ -114,6 +121,17 @@ func TestServe_ReadsItsEntry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		got := serveFor(t, iiitest.Options{Configuration: entries(`{"default_cpus":3,"image_allowlist":["python"]}`)}, nil)
 		if !errors.Is(got.err, errStarted) || got.config.DefaultCPUs != 3 || strings.Contains(got.log, "level=WARN") {
+			t.Errorf("%+v", got)
+		}
+	})
+}
+
+// The configuration worker is in the default namespace, wherever the adapter is.
+func TestServe_ReadsItsEntryFromAnotherNamespace(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		got := serveIn(t, "team", iiitest.Options{Configuration: entries(`{"default_cpus":3}`)}, nil)
+		if !errors.Is(got.err, errStarted) || got.config.DefaultCPUs != 3 {
 			t.Errorf("%+v", got)
 		}
 	})

@@ -19,8 +19,8 @@ func subtle38(t *testing.T, h *host, _ string) {
 	vmtest.LockRunFiles(t)
 	// Programs of these names that tell what they were called with, and by whom.
 	tell := "#!/bin/sh\nprintf '%s %s %s %s' \"${0##*/}\" \"$*\" \"$WHO\" \"$PWD\"\n"
-	dir := h.dir(t, map[string]string{"node": tell, "python3": tell, "Python": tell, "cobol": tell})
-	for _, name := range []string{"node", "python3", "Python", "cobol"} {
+	dir := h.dir(t, map[string]string{"node": tell, "python3": tell, "Python": tell, "cobol": tell, "bash": tell, "sh": tell})
+	for _, name := range []string{"node", "python3", "Python", "cobol", "bash", "sh"} {
 		if err := os.Chmod(dir+"/"+name, 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -40,6 +40,11 @@ func subtle38(t *testing.T, h *host, _ string) {
 	}
 	for _, lang := range []string{"shell", "sh", "bash"} {
 		out := h.ok(t, "run", obj{"image": "python", "code": `read line; echo "$0 $line"; exit 3`, "lang": lang, "stdin": "aGk="})
+		// All three are /bin/sh, whatever else has that name.
+		other := h.ok(t, "run", obj{"image": "python", "code": `echo "$0"`, "lang": lang, "env": obj{"PATH": dir}})
+		if other["stdout"] != "/tmp/run.sh\n" {
+			t.Errorf("%s: %v", lang, other)
+		}
 		if out["stdout"] != "/tmp/run.sh hi\n" || out["exit_code"] != 3.0 || out["success"] != false {
 			t.Errorf("%s: %v", lang, out)
 		}

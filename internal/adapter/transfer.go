@@ -19,6 +19,11 @@ const (
 	// takenWithin is how long a channel may be full before the reader counts as
 	// gone. The engine drops one that nobody has connected to after 5 minutes.
 	takenWithin = 6 * time.Minute
+	// brokenWithin is how long a channel may be full once its file is gone: a reader
+	// who is there is told, one who is not holds nothing up.
+	brokenWithin = 10 * time.Second
+	// defaultMaxDownloads is as many as 32 sandboxes with 4 programs each.
+	defaultMaxDownloads = 128
 )
 
 // write passes the body on, or the channel that it comes through.
@@ -49,11 +54,16 @@ func (s *server) read(ctx context.Context, core Core, req contract.ReadRequest) 
 	if err != nil {
 		return none, err
 	}
+	release, ok := s.admitDownload()
 	defer func() {
 		if err != nil {
 			_ = file.Close()
+			release()
 		}
 	}()
+	if !ok {
+		return none, fault.TooManyDownloads(cap(s.downloads))
+	}
 	writer, reader, err := s.client.CreateChannel(ctx, channelBuffer)
 	if err != nil {
 		return none, fault.FileRefused(req.Path, "no channel for its content: "+err.Error(), err)
@@ -63,7 +73,10 @@ func (s *server) read(ctx context.Context, core Core, req contract.ReadRequest) 
 	if err != nil {
 		return none, fault.FileRefused(req.Path, "no channel for its content: "+err.Error(), err)
 	}
-	s.transfers.Go(func() { s.send(file, out) })
+	s.transfers.Go(func() {
+		defer release()
+		s.send(file, out)
+	})
 	return contract.ReadResponse{
 		Content: contract.StreamChannelRef{
 			ChannelID: reader.ChannelID, AccessKey: reader.AccessKey, Direction: contract.ChannelDirection(reader.Direction),
@@ -72,10 +85,21 @@ func (s *server) read(ctx context.Context, core Core, req contract.ReadRequest) 
 	}, nil
 }
 
+// admitDownload takes one of the places for downloads, which release gives back.
+func (s *server) admitDownload() (release func(), ok bool) {
+	select {
+	case s.downloads <- struct{}{}:
+		return func() { <-s.downloads }, true
+	default:
+		return func() {}, false
+	}
+}
+
 // send copies a file into a channel. A file that fails on the way is told in a
 // text frame; a reader that is gone ends it.
 func (s *server) send(file *sandbox.File, out *iii.Writer) {
 	defer func() { _, _ = file.Close(), out.Close() }()
+	defer file.OnBreak(func() { out.SetIdle(brokenWithin) })()
 	_, err := file.WriteTo(out)
 	var broken *fault.Error
 	if !errors.As(err, &broken) {

@@ -18,7 +18,6 @@ import (
 	"google.golang.org/grpc/status"
 
 	guestv1 "github.com/iii-hq/workers/sandbox-libkrun/api/guest/v1"
-
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/proc"
 )
 

@@ -16,6 +16,9 @@ import (
 // SetStall makes the patience of f with uploads and disks short.
 func (f *Files) SetStall(d time.Duration) { f.stall = d }
 
+// MaxTransfers is for tests from outside.
+const MaxTransfers = maxTransfers
+
 // An operation that the kernel does not answer is the same as one that waits for
 // a channel: its call ends all the same.
 func TestSingle_StuckOperationDoesNotHoldTheCall(t *testing.T) {
@@ -28,7 +31,7 @@ func TestSingle_StuckOperationDoesNotHoldTheCall(t *testing.T) {
 		<-started
 		cancel()
 	}()
-	_, err := single(ctx, f, "stuck", func(context.Context) (int, error) {
+	_, err := single(ctx, f, f.onPath("stuck", nil), func(context.Context) (int, error) {
 		defer close(ended)
 		close(started)
 		<-release
@@ -48,7 +51,7 @@ func TestMany_StalledDisk(t *testing.T) {
 	t.Parallel()
 	f := NewFiles(slog.New(slog.DiscardHandler))
 	sent := 0
-	err := many(t.Context(), f, "stuck", 50*time.Millisecond, func(ctx context.Context, emit func(int) error) error {
+	err := many(t.Context(), f, task{"stuck", nil, f.slots, 50 * time.Millisecond}, func(ctx context.Context, emit func(int) error) error {
 		if err := emit(1); err != nil {
 			return err
 		}
@@ -67,7 +70,7 @@ func TestMany_ReaderThatIsGoneEndsTheOperation(t *testing.T) {
 	t.Parallel()
 	f := NewFiles(slog.New(slog.DiscardHandler))
 	ended := make(chan struct{})
-	err := many(t.Context(), f, "read", 0, func(_ context.Context, emit func(int) error) error {
+	err := many(t.Context(), f, f.onPath("read", nil), func(_ context.Context, emit func(int) error) error {
 		defer close(ended)
 		for {
 			if err := emit(1); err != nil {
@@ -89,12 +92,12 @@ func TestStart_WaitsForASlotNoLongerThanItsCall(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	_, err := single(ctx, f, "stat", func(context.Context) (int, error) { return 0, nil })
+	_, err := single(ctx, f, f.onPath("stat", nil), func(context.Context) (int, error) { return 0, nil })
 	if status.Code(err) != codes.DeadlineExceeded {
 		t.Errorf("%v", err)
 	}
 	<-f.slots
-	if _, err := single(t.Context(), f, "stat", func(context.Context) (int, error) { return 0, nil }); err != nil {
+	if _, err := single(t.Context(), f, f.onPath("stat", nil), func(context.Context) (int, error) { return 0, nil }); err != nil {
 		t.Error(err)
 	}
 }

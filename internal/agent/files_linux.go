@@ -3,6 +3,7 @@ package agent
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"strings"
@@ -20,8 +21,11 @@ import (
 
 const (
 	// maxFileCalls is how many file operations run at a time, with those that the
-	// kernel does not answer: each may hold a thread.
+	// kernel does not answer: each may hold a thread. maxTransfers bounds reads, and
+	// writes, apart from the others: one whose client stands still keeps its place,
+	// and some 300 KiB of memory.
 	maxFileCalls = 128
+	maxTransfers = 64
 	// fileStall is how long an upload may say nothing, and a disk that is read.
 	fileStall = 30 * time.Second
 	// undoTime is how long a call that was ended waits for its operation to clean
@@ -39,10 +43,11 @@ const (
 type Files struct {
 	guestv1.UnimplementedFileServiceServer
 
-	log     *slog.Logger
-	slots   chan struct{}
-	stall   time.Duration
-	buffers sync.Pool
+	log *slog.Logger
+	// Each has room for the operations of its kind; slots is for all but two.
+	slots, reads, writes chan struct{}
+	stall                time.Duration
+	buffers              sync.Pool
 }
 
 // NewFiles makes the service. It starts nothing.
@@ -50,6 +55,8 @@ func NewFiles(log *slog.Logger) *Files {
 	return &Files{
 		log:     log,
 		slots:   make(chan struct{}, maxFileCalls),
+		reads:   make(chan struct{}, maxTransfers),
+		writes:  make(chan struct{}, maxTransfers),
 		stall:   fileStall,
 		buffers: sync.Pool{New: func() any { return new([maxChunk]byte) }},
 	}
@@ -60,18 +67,38 @@ func (f *Files) Register(r grpc.ServiceRegistrar) {
 	guestv1.RegisterFileServiceServer(r, f)
 }
 
+// task says how an operation runs.
+type task struct {
+	name  string
+	path  []byte
+	slots chan struct{}
+	// stall, where it is not 0, is how long it may take from one result to the next.
+	stall time.Duration
+}
+
+// onPath is an operation that ends by itself.
+func (f *Files) onPath(name string, path []byte) task {
+	return task{name: name, path: path, slots: f.slots}
+}
+
 // start runs op in a goroutine of its own, as soon as a slot is free, so that an
 // operation stuck in the kernel does not hold the call. The channel gets op's
 // error once.
-func (f *Files) start(ctx context.Context, op func() error) (<-chan error, error) {
+func (f *Files) start(ctx context.Context, t task, op func() error) (<-chan error, error) {
+	bound := time.NewTimer(f.stall)
+	defer bound.Stop()
 	select {
-	case f.slots <- struct{}{}:
+	case t.slots <- struct{}{}:
+	case <-bound.C:
+		return nil, fault.FileRefused(string(t.path), fmt.Sprintf(
+			"%s: %d operations like it are under way, and none has ended for %v: use or close their channels",
+			t.name, cap(t.slots), f.stall), nil)
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
 	done := make(chan error, 1)
 	go func() {
-		defer func() { <-f.slots }()
+		defer func() { <-t.slots }()
 		done <- op()
 	}()
 	return done, nil
@@ -90,37 +117,37 @@ func (f *Files) undone(name string, done <-chan error) {
 }
 
 // single runs an operation with one result.
-func single[T any](ctx context.Context, f *Files, name string, op func(context.Context) (T, error)) (T, error) {
+func single[T any](ctx context.Context, f *Files, t task, op func(context.Context) (T, error)) (T, error) {
 	var result, none T
-	done, err := f.start(ctx, func() (err error) {
+	done, err := f.start(ctx, t, func() (err error) {
 		result, err = op(ctx)
 		return err
 	})
 	if err != nil {
-		return none, f.status(name, err)
+		return none, f.status(t.name, err)
 	}
 	select {
 	case err := <-done:
 		if err != nil {
-			return none, f.status(name, err)
+			return none, f.status(t.name, err)
 		}
 		return result, nil
 	case <-ctx.Done():
-		f.undone(name, done)
-		return none, f.status(name, ctx.Err())
+		f.undone(t.name, done)
+		return none, f.status(t.name, ctx.Err())
 	}
 }
 
 // many runs an operation with a stream of results: what op emits is sent in
-// order. With stall, op may take that long from one result to the next.
+// order.
 func many[T any](
-	ctx context.Context, f *Files, name string, stall time.Duration,
+	ctx context.Context, f *Files, t task,
 	op func(ctx context.Context, emit func(T) error) error, send func(T) error,
 ) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	items := make(chan T)
-	done, err := f.start(ctx, func() error {
+	done, err := f.start(ctx, t, func() error {
 		return op(ctx, func(v T) error {
 			select {
 			case items <- v:
@@ -131,17 +158,17 @@ func many[T any](
 		})
 	})
 	if err != nil {
-		return f.status(name, err)
+		return f.status(t.name, err)
 	}
 	var stalled <-chan time.Time
-	if stall > 0 {
-		timer := time.NewTimer(stall)
+	if t.stall > 0 {
+		timer := time.NewTimer(t.stall)
 		defer timer.Stop()
 		stalled = timer.C
 		sendNow := send
 		send = func(v T) error {
 			err := sendNow(v)
-			timer.Reset(stall)
+			timer.Reset(t.stall)
 			return err
 		}
 	}
@@ -152,15 +179,15 @@ func many[T any](
 				continue
 			}
 		case err := <-done:
-			return f.status(name, err)
+			return f.status(t.name, err)
 		case <-stalled:
-			err = fault.FileRefused("", "the file system gave nothing for "+stall.String(), nil)
+			err = fault.FileRefused(string(t.path), "the file system gave nothing for "+t.stall.String(), nil)
 		case <-ctx.Done():
 			err = ctx.Err()
 		}
 		cancel()
-		f.undone(name, done)
-		return f.status(name, err)
+		f.undone(t.name, done)
+		return f.status(t.name, err)
 	}
 }
 
@@ -199,7 +226,7 @@ func fileStatus(e *fault.Error) error {
 
 // Stat implements the service.
 func (f *Files) Stat(ctx context.Context, req *guestv1.StatRequest) (*guestv1.StatResponse, error) {
-	entry, err := single(ctx, f, "stat", func(context.Context) (fsops.Entry, error) {
+	entry, err := single(ctx, f, f.onPath("stat", req.GetPath()), func(context.Context) (fsops.Entry, error) {
 		return fsops.Stat(string(req.GetPath()))
 	})
 	if err != nil {
@@ -222,7 +249,7 @@ func wireEntry(e fsops.Entry) *guestv1.FileEntry {
 
 // ListDir implements the service.
 func (f *Files) ListDir(req *guestv1.ListDirRequest, stream guestv1.FileService_ListDirServer) error {
-	return many(stream.Context(), f, "list", f.stall, func(ctx context.Context, emit func([]fsops.Entry) error) error {
+	return many(stream.Context(), f, task{"list", req.GetPath(), f.slots, f.stall}, func(ctx context.Context, emit func([]fsops.Entry) error) error {
 		return fsops.List(ctx, string(req.GetPath()), emit)
 	}, func(entries []fsops.Entry) error {
 		out := &guestv1.ListDirResponse{Entries: make([]*guestv1.FileEntry, len(entries))}
@@ -235,7 +262,7 @@ func (f *Files) ListDir(req *guestv1.ListDirRequest, stream guestv1.FileService_
 
 // MakeDir implements the service.
 func (f *Files) MakeDir(ctx context.Context, req *guestv1.MakeDirRequest) (*guestv1.MakeDirResponse, error) {
-	created, err := single(ctx, f, "mkdir", func(context.Context) (bool, error) {
+	created, err := single(ctx, f, f.onPath("mkdir", req.GetPath()), func(context.Context) (bool, error) {
 		return fsops.MakeDir(string(req.GetPath()), req.GetMode(), req.GetParents())
 	})
 	if err != nil {
@@ -246,14 +273,14 @@ func (f *Files) MakeDir(ctx context.Context, req *guestv1.MakeDirRequest) (*gues
 
 // Remove implements the service.
 func (f *Files) Remove(ctx context.Context, req *guestv1.RemoveRequest) (*guestv1.RemoveResponse, error) {
-	return single(ctx, f, "remove", func(ctx context.Context) (*guestv1.RemoveResponse, error) {
+	return single(ctx, f, f.onPath("remove", req.GetPath()), func(ctx context.Context) (*guestv1.RemoveResponse, error) {
 		return &guestv1.RemoveResponse{}, fsops.Remove(ctx, string(req.GetPath()), req.GetRecursive())
 	})
 }
 
 // Chmod implements the service.
 func (f *Files) Chmod(ctx context.Context, req *guestv1.ChmodRequest) (*guestv1.ChmodResponse, error) {
-	updated, err := single(ctx, f, "chmod", func(ctx context.Context) (uint64, error) {
+	updated, err := single(ctx, f, f.onPath("chmod", req.GetPath()), func(ctx context.Context) (uint64, error) {
 		return fsops.Chmod(ctx, string(req.GetPath()), fsops.ChmodOptions{
 			Mode: req.GetMode(), UID: req.Uid, GID: req.Gid, Recursive: req.GetRecursive(),
 		})
@@ -266,7 +293,7 @@ func (f *Files) Chmod(ctx context.Context, req *guestv1.ChmodRequest) (*guestv1.
 
 // Move implements the service.
 func (f *Files) Move(ctx context.Context, req *guestv1.MoveRequest) (*guestv1.MoveResponse, error) {
-	return single(ctx, f, "move", func(ctx context.Context) (*guestv1.MoveResponse, error) {
+	return single(ctx, f, f.onPath("move", req.GetSrc()), func(ctx context.Context) (*guestv1.MoveResponse, error) {
 		return &guestv1.MoveResponse{}, fsops.Move(ctx, string(req.GetSrc()), string(req.GetDst()), req.GetOverwrite())
 	})
 }
@@ -280,7 +307,7 @@ type chunk struct {
 
 // ReadFile implements the service.
 func (f *Files) ReadFile(req *guestv1.ReadFileRequest, stream guestv1.FileService_ReadFileServer) error {
-	return many(stream.Context(), f, "read", f.stall, func(ctx context.Context, emit func(chunk) error) error {
+	return many(stream.Context(), f, task{"read", req.GetPath(), f.reads, f.stall}, func(ctx context.Context, emit func(chunk) error) error {
 		r, err := fsops.Open(ctx, string(req.GetPath()))
 		if err != nil {
 			return err

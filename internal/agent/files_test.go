@@ -480,3 +480,50 @@ func TestFiles_Sed(t *testing.T) {
 	_, err = stream.Recv()
 	wantFault(t, err, "S210")
 }
+
+// A reader that stands still keeps its place, but nobody else's.
+func TestFiles_StalledReadersLeaveTheOtherOperationsAlone(t *testing.T) {
+	t.Parallel()
+	files := newFiles(t, func(f *agent.Files) { f.SetStall(200 * time.Millisecond) })
+	big := filepath.Join(t.TempDir(), "big")
+	writeFile(t, big, "")
+	if err := os.Truncate(big, 8<<20); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(bounded(t))
+	defer cancel()
+	open := func() error {
+		stream, err := files.ReadFile(ctx, &guestv1.ReadFileRequest{Path: []byte(big)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = stream.Recv()
+		return err
+	}
+	for range agent.MaxTransfers {
+		if err := open(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if e := wantFault(t, open(), "S216"); !strings.Contains(e.GetMessage(), "channels") || string(e.GetPath()) != big {
+		t.Errorf("%v does not say what to do, or where", e)
+	}
+	for range 200 {
+		if _, err := files.Stat(ctx, &guestv1.StatRequest{Path: []byte(big)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := startUpload(ctx, t, files, &guestv1.WriteFileStart{Path: []byte(big + ".new"), Mode: 0o600})
+	if err := write.Send(commit()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := write.CloseAndRecv(); err != nil {
+		t.Error(err)
+	}
+	cancel()
+	// Those that were given up make room.
+	ctx = bounded(t)
+	if err := open(); err != nil {
+		t.Error(err)
+	}
+}

@@ -43,7 +43,7 @@ func (f *Files) Grep(req *guestv1.GrepRequest, stream guestv1.FileService_GrepSe
 		Include: texts(req.GetIncludeGlobs()), Exclude: texts(req.GetExcludeGlobs()),
 		MaxMatches: req.GetMaxMatches(), MaxLineBytes: req.GetMaxLineBytes(),
 	}
-	return many(stream.Context(), f, "grep", 0, func(ctx context.Context, emit func(*guestv1.GrepResponse) error) error {
+	return many(stream.Context(), f, f.onPath("grep", req.GetPath()), func(ctx context.Context, emit func(*guestv1.GrepResponse) error) error {
 		out := batch[*guestv1.GrepMatch]{emit: func(matches []*guestv1.GrepMatch) error {
 			return emit(&guestv1.GrepResponse{Matches: matches})
 		}}
@@ -73,7 +73,7 @@ func (f *Files) Sed(req *guestv1.SedRequest, stream guestv1.FileService_SedServe
 		path := string(req.GetPath())
 		opts.Path = &path
 	}
-	return many(stream.Context(), f, "sed", 0, func(ctx context.Context, emit func(*guestv1.SedResponse) error) error {
+	return many(stream.Context(), f, f.onPath("sed", req.GetPath()), func(ctx context.Context, emit func(*guestv1.SedResponse) error) error {
 		out := batch[*guestv1.SedResult]{emit: func(results []*guestv1.SedResult) error {
 			return emit(&guestv1.SedResponse{Results: results})
 		}}

@@ -46,7 +46,7 @@ func (f *Files) WriteFile(stream guestv1.FileService_WriteFileServer) error {
 			}
 		}
 	}()
-	size, err := single(ctx, f, "write", func(ctx context.Context) (uint64, error) {
+	size, err := single(ctx, f, task{name: "write", path: start.GetPath(), slots: f.writes}, func(ctx context.Context) (uint64, error) {
 		return f.upload(ctx, start, messages)
 	})
 	if err != nil {

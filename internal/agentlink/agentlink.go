@@ -30,6 +30,12 @@ const (
 // vsock.
 const VsockPort = 1024
 
+// StatusNoAgent is the exit status that the agent gives a VMM that ends with what
+// its guest told it (libkrun), from its first moment on; at an orderly end it
+// gives 0. So this is what the VM of an agent that died ends with. No VMM uses it
+// for anything else: libkrun's own are 125 to 127 and 148 to 153.
+const StatusNoAgent = 99
+
 // MaxEnv is the most bytes that the payload of an env frame may have.
 const MaxEnv = 1 << 20
 

@@ -18,7 +18,7 @@ const arrows = `
 api/guest/v1 api/shim/v1 ->
 
 # Leaves.
-fault layout cleanup flock proc agentlink egress erofs iii krun strictjson agent/rexp ->
+fault layout cleanup flock proc agentlink egress erofs iii krun rpcbuffers strictjson agent/rexp ->
 
 # Data and single outside things. A boot spec carries the policy of a network.
 bootspec   -> egress
@@ -61,9 +61,9 @@ agent       -> agent/fsops agent/procs agentlink api/guest/v1 fault
 
 # Programs. krun-shim can also boot a spec from a file, by hand: then it fills in
 # what the launcher would have.
-cmd/adapter     -> cli layout vm vm/shimdriver
-cmd/krun-shim   -> agentlink bootspec cleanup krun layout shim shim/libkrun shim/qemu vmassets
-cmd/guest-agent -> agent agent/boot agent/procs agentlink
+cmd/adapter     -> cli layout rpcbuffers vm vm/shimdriver
+cmd/krun-shim   -> agentlink bootspec cleanup krun layout rpcbuffers shim shim/libkrun shim/qemu vmassets
+cmd/guest-agent -> agent agent/boot agent/procs agentlink rpcbuffers
 
 # Programs of the build.
 build/docs   -> contract fault
@@ -86,12 +86,17 @@ iii/iiitest     -> iii
 test/cmd/engine -> iii iii/iiitest
 
 # The real clients, and the tests in which they use everything.
-test/nodesdk -> flock
-test/clients ->
+test/sdk       -> flock
+test/nodesdk   -> test/sdk
+test/pythonsdk -> test/sdk
+test/rustsdk   -> test/sdk
+test/clients   ->
 
 # The lab, where libkrun's guests run on any host, and what is measured in it.
 test/lab       -> layout test/l1 vmassets
 test/l1        -> vmassets
+# In that machine.
+test/l1/anchor ->
 test/bench-lab -> bootspec cleanup guest imagestore layout test/l1 vm vm/shimdriver vmassets
 
 archtest ->
@@ -106,7 +111,7 @@ func testOnly() []string {
 // of each connection, and what puts them together. Everything else sees our own
 // types, so that a status code never travels further than its border.
 func grpcImporters() []string {
-	return []string{"api/", "cmd/", "internal/agent", "internal/guest", "internal/shim", "internal/vm", "internal/vm/vmtest"}
+	return []string{"api/", "cmd/", "internal/agent", "internal/guest", "internal/rpcbuffers", "internal/shim", "internal/vm", "internal/vm/vmtest"}
 }
 
 // bans are what a program must not link, with everything it imports.
@@ -143,7 +148,7 @@ func bans() []ban {
 // shared is what the adapter and the agent may both link of ours: the documents
 // and protocols between them.
 func shared() []string {
-	return []string{"api/guest/v1", "internal/agentlink", "internal/bootspec", "internal/egress", "internal/fault"}
+	return []string{"api/guest/v1", "internal/agentlink", "internal/bootspec", "internal/egress", "internal/fault", "internal/rpcbuffers"}
 }
 
 type ban struct {

@@ -139,6 +139,9 @@ type LibkrunSpec struct {
 	// directories to mount on. It is this VM's alone, since the guest may change
 	// it.
 	Root string `json:"root"`
+	// Nested lets the guest run VMs itself. libkrun refuses where library, host or
+	// platform cannot: on Linux that is everything before 1.18.
+	Nested bool `json:"nested,omitempty"`
 }
 
 // Guest is the part of the document that the agent gets. The token and the

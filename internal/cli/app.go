@@ -83,8 +83,6 @@ func usagef(format string, args ...any) error {
 func (a *App) Execute(ctx context.Context, args []string) int {
 	root := a.command()
 	root.SetArgs(args)
-	root.SetOut(a.Stdout)
-	root.SetErr(a.Stderr)
 	err := root.ExecuteContext(ctx)
 	if err == nil {
 		return ExitOK
@@ -142,15 +140,12 @@ of them with 2.`,
 		Version:       a.Version,
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return usagef("unknown command %q: see adapter --help", args[0])
-			}
-			// As the engine's Compose starts its workers.
-			return a.serve(cmd.Context())
-		},
-		Args: cobra.ArbitraryArgs,
+		// As the engine's Compose starts its workers.
+		RunE: func(cmd *cobra.Command, _ []string) error { return a.serve(cmd.Context()) },
+		Args: noSuchCommand,
 	}
+	root.SetOut(a.Stdout)
+	root.SetErr(a.Stderr)
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		return usagef("%w: see %s --help", err, cmd.CommandPath())
@@ -162,7 +157,29 @@ of them with 2.`,
 	flags.BoolVarP(&a.verbose, "verbose", "v", false, "log what happens to standard error")
 	root.AddCommand(a.serveCommand(), a.runCommand(), a.execCommand(), a.lsCommand(), a.stopCommand(),
 		a.imageCommand(), a.vmmCommand(), a.doctorCommand())
+	root.InitDefaultVersionFlag()
+	root.Flags().Lookup("version").Usage = "print the version"
+	root.InitDefaultCompletionCmd()
+	for _, cmd := range root.Commands() {
+		if cmd.Name() == "completion" {
+			cmd.Args, cmd.RunE = noSuchCommand, func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
+		}
+	}
 	return root
+}
+
+// noSuchCommand refuses what follows a command that has others below it, and says
+// which one it may have been.
+func noSuchCommand(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	hint := ""
+	cmd.SuggestionsMinimumDistance = 2
+	if names := cmd.SuggestionsFor(args[0]); len(names) > 0 {
+		hint = "; did you mean " + strings.Join(names, " or ") + "?"
+	}
+	return usagef("unknown command %q: see %s --help%s", args[0], cmd.CommandPath(), hint)
 }
 
 func (a *App) logger() *slog.Logger {

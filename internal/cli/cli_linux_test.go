@@ -288,6 +288,11 @@ func TestUsage(t *testing.T) {
 		stderr string
 	}{
 		{[]string{"bogus"}, 2, `unknown command "bogus"`},
+		{[]string{"runn"}, 2, "did you mean run?"},
+		{[]string{"image", "bogus"}, 2, `unknown command "bogus": see adapter image --help`},
+		{[]string{"vmm", "set-up"}, 2, "did you mean setup?"},
+		{[]string{"completion", "bogus"}, 2, `unknown command "bogus"`},
+		{[]string{"run", "--image", "python", "--cpus", "0", "-c", "x"}, 2, "at least 1"},
 		{[]string{"run", "-c", "x"}, 2, "--image is missing"},
 		{[]string{"--vmm", "bogus", "ls"}, 2, "use auto, libkrun or qemu"},
 		{[]string{"image", "rm", "bogus.example/x"}, 1, "see adapter image ls"},
@@ -303,7 +308,7 @@ func TestUsage(t *testing.T) {
 		{[]string{"run", "--image", "python", "--json", "--tty", "-c", "x"}, 2, "exclude each other"},
 		{[]string{"run", "--image", "python", "-c", "x", "--", "ls"}, 2, "exclude each other"},
 		{[]string{"run", "--image", "python", "--"}, 2, "no command after --"},
-		{[]string{"run", "--image", "python", "/no/such/file.py"}, 125, "no such file"},
+		{[]string{"run", "--image", "python", "/no/such/file.py"}, 125, "no such file or directory: give code with -c"},
 		{[]string{"run", "--image", "oci:/no/layout", "-c", "x"}, 2, "--lang"},
 		{[]string{"run", "--image", "oci:/no/layout", "--lang", "sh", "-c", "x"}, 125, "/no/layout"},
 		{[]string{"run", "--image", "ubuntu", "-c", "x"}, 125, "allowed are python, node"},
@@ -333,12 +338,16 @@ func TestImage_PullLsRmGC(t *testing.T) {
 	if pulled.code != 0 || !strings.HasPrefix(digest, "sha256:") {
 		t.Fatalf("pull: %+v", pulled)
 	}
-	if r := h.adapter("", "image", "ls"); !strings.Contains(r.stdout, digest[:19]) || r.code != 0 {
+	if r := h.adapter("", "image", "ls"); !strings.Contains(r.stdout, digest[:19]) || !strings.Contains(r.stdout, "\npython  oci:") || r.code != 0 {
 		t.Errorf("ls: %+v", r)
 	}
 	h.adapter("", "image", "gc").want(t, 0, "removed 0 images, freed 0.0 MiB\n", "")
 	// A child that another test forks holds our locks until it runs its program.
 	vmtest.Eventually(t, patience, "removal", func() bool { return h.adapter("", "image", "rm", digest).code == 0 })
+	if r := h.adapter("", "image", "pull", "python"); r.code != 0 {
+		t.Fatalf("pull: %+v", r)
+	}
+	vmtest.Eventually(t, patience, "removal by name", func() bool { return h.adapter("", "image", "rm", "python").code == 0 })
 	h.adapter("", "image", "ls", "--json").want(t, 0, "[]\n", "")
 }
 
@@ -370,6 +379,11 @@ func TestDoctor_FailsWhereNothingCanBoot(t *testing.T) {
 	if r.code != 1 || !strings.Contains(r.stdout, "FAIL  guest kernel: ") || !strings.Contains(r.stdout, "adapter vmm setup") {
 		t.Errorf("%+v", r)
 	}
+	h.env["III_SANDBOX_VMM"] = "bogus"
+	if r := h.adapter("", "doctor"); r.code != 1 || !strings.Contains(r.stdout, `FAIL  III_SANDBOX_VMM: "bogus" is unknown`) {
+		t.Errorf("%+v", r)
+	}
+	delete(h.env, "III_SANDBOX_VMM")
 	var findings []map[string]any
 	if r := h.adapter("", "doctor", "--json"); json.Unmarshal([]byte(r.stdout), &findings) != nil || len(findings) < 5 {
 		t.Errorf("%+v", r)

@@ -15,7 +15,8 @@ func (a *App) doctorCommand() *cobra.Command {
 		Use:   "doctor",
 		Short: "Check what VMs need on this host, and say how to mend it",
 		Long: `doctor checks what VMs need on this host and prints what it found and what to do
-about it. It exits with 1 when no VM can boot.`,
+about it: what must be done ("FAIL") or would make VMs faster or easier ("note"). It
+exits with 1 when no VM can boot; with --vmm, when none of that kind can.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			findings := a.diagnose(cmd)
@@ -41,7 +42,12 @@ func (a *App) diagnose(cmd *cobra.Command) []vmassets.Finding {
 	if err != nil {
 		return []vmassets.Finding{{Name: "directories", Finding: err.Error()}}
 	}
-	findings := append(vmassets.Diagnose(cmd.Context(), roots.VMM(), a.Getenv), directories(roots))
+	findings := append(vmassets.Diagnose(cmd.Context(), roots.VMM(), a.vmm, a.Getenv), directories(roots))
+	// The flag was checked when it was read.
+	vmm := a.vmm
+	if err := (*vmmFlag)(&vmm).Set(vmm); err != nil && vmm != "" {
+		findings = append(findings, vmassets.Finding{Name: "III_SANDBOX_VMM", Finding: fmt.Sprintf("%q is unknown", vmm), Fix: err.Error()})
+	}
 	images := vmassets.Finding{Name: "images", OK: true, Finding: a.imageLayouts(roots)}
 	names, _ := a.completeImages(nil, nil, "")
 	for _, name := range names {
@@ -89,8 +95,11 @@ func (a *App) printFindings(findings []vmassets.Finding, asJSON bool) error {
 	}
 	for _, f := range findings {
 		mark := "ok  "
-		if !f.OK {
+		switch {
+		case !f.OK:
 			mark = "FAIL"
+		case f.Fix != "":
+			mark = "note"
 		}
 		if _, err := fmt.Fprintf(a.Stdout, "%s  %s: %s\n", mark, f.Name, f.Finding); err != nil {
 			return err

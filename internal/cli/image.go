@@ -1,9 +1,12 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
+	"strings"
 	"text/tabwriter"
 	"time"
 
@@ -11,13 +14,14 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/catalog"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/imagestore"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 )
 
 func (a *App) imageCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "image",
 		Short: "Manage the images on this host",
-		Args:  noArgs,
+		Args:  noSuchCommand,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.imagePullCommand(), a.imageLsCommand(), a.imageRmCommand(), a.imageGCCommand())
@@ -97,13 +101,14 @@ func (a *App) imageLsCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				if asJSON {
-					if entries == nil {
-						entries = []imagestore.Entry{}
-					}
-					return a.printJSON(entries)
+				images, err := a.named(entries)
+				if err != nil {
+					return err
 				}
-				return a.printImages(entries)
+				if asJSON {
+					return a.printJSON(images)
+				}
+				return a.printImages(images)
 			})
 		},
 	}
@@ -111,16 +116,56 @@ func (a *App) imageLsCommand() *cobra.Command {
 	return cmd
 }
 
-func (a *App) printImages(entries []imagestore.Entry) error {
-	table := tabwriter.NewWriter(a.Stdout, 0, 0, 2, ' ', 0)
-	_, _ = fmt.Fprintln(table, "REFERENCE\tDIGEST\tSIZE\tPULLED\tIN USE")
-	for _, e := range entries {
-		refs := e.Refs
-		if len(refs) == 0 {
-			refs = []string{"-"}
+// listedImage is an image as image ls prints it.
+type listedImage struct {
+	imagestore.Entry
+	// Names has the catalog name for each of Refs, "" where it has none.
+	Names []string `json:"names"`
+}
+
+func (a *App) named(entries []imagestore.Entry) ([]listedImage, error) {
+	roots, err := a.roots()
+	if err != nil {
+		return nil, err
+	}
+	images := make([]listedImage, len(entries))
+	for i, e := range entries {
+		images[i] = listedImage{e, make([]string, len(e.Refs))}
+		for j, ref := range e.Refs {
+			images[i].Names[j] = a.catalogName(roots, ref)
 		}
-		for _, ref := range refs {
-			_, _ = fmt.Fprintf(table, "%s\t%s\t%s\t%s\t%s\n", ref, shortDigest(e.Digest), mib(e.Size), e.Pulled.Local().Format(time.DateTime), yesNo(e.InUse))
+	}
+	return images, nil
+}
+
+// catalogName is the name by which run --image finds what a reference stands for:
+// a layout of the image folder, or a preset; "" where there is none.
+func (a *App) catalogName(roots layout.Roots, ref string) string {
+	if path, local := strings.CutPrefix(ref, "oci:"); local {
+		name := filepath.Base(path)
+		dir, err := filepath.Abs(filepath.Join(a.imageLayouts(roots), name))
+		if err == nil && dir == path && a.hasLayout(roots, name) {
+			return name
+		}
+	}
+	for _, preset := range catalog.Presets() {
+		if preset.Ref == ref && !a.hasLayout(roots, preset.Name) {
+			return preset.Name
+		}
+	}
+	return ""
+}
+
+func (a *App) printImages(images []listedImage) error {
+	table := tabwriter.NewWriter(a.Stdout, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(table, "NAME\tREFERENCE\tDIGEST\tSIZE\tPULLED\tIN USE")
+	for _, e := range images {
+		refs, names := e.Refs, e.Names
+		if len(refs) == 0 {
+			refs, names = []string{"-"}, []string{""}
+		}
+		for i, ref := range refs {
+			_, _ = fmt.Fprintf(table, "%s\t%s\t%s\t%s\t%s\t%s\n", cmp.Or(names[i], "-"), ref, shortDigest(e.Digest), mib(e.Size), e.Pulled.Local().Format(time.DateTime), yesNo(e.InUse))
 		}
 	}
 	return table.Flush()
@@ -139,14 +184,18 @@ func shortDigest(digest string) string { return digest[:min(len(digest), len("sh
 func (a *App) imageRmCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "rm IMAGE...",
-		Short: "Remove images by reference or digest",
+		Short: "Remove images by name, reference or digest",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return usagef("name an image to remove: see adapter image ls")
 			}
+			roots, err := a.roots()
+			if err != nil {
+				return err
+			}
 			return a.withImages(cmd.Context(), func(ctx context.Context, store *imagestore.Store) error {
 				for _, ref := range args {
-					err := store.Remove(ctx, ref)
+					err := store.Remove(ctx, a.storeName(roots, ref))
 					if errors.Is(err, imagestore.ErrNotCached) {
 						// Its own advice is for who wanted to run the image.
 						return fmt.Errorf("image %s is not in the store: see adapter image ls", ref)
@@ -159,6 +208,17 @@ func (a *App) imageRmCommand() *cobra.Command {
 			})
 		},
 	}
+}
+
+// storeName is what the store knows an image by: the reference of a preset, and
+// anything else as it is, the name of a layout in the image folder too.
+func (a *App) storeName(roots layout.Roots, name string) string {
+	for _, preset := range catalog.Presets() {
+		if preset.Name == name && !a.hasLayout(roots, name) {
+			return preset.Ref
+		}
+	}
+	return name
 }
 
 func (a *App) imageGCCommand() *cobra.Command {

@@ -93,6 +93,9 @@ func (a *App) run(ctx context.Context, f *runFlags, args []string, dash int) err
 	if f.json && f.program.tty {
 		return usagef("--json and --tty exclude each other")
 	}
+	if f.cpus < 1 {
+		return usagef("--cpus is %d, must be at least 1", f.cpus)
+	}
 	if f.name != "" && !f.keep {
 		return usagef("--name is for kept sandboxes: add --keep")
 	}
@@ -183,6 +186,9 @@ func (a *App) program(f *runFlags, args []string, dash int) (p sandbox.Program, 
 
 func readCodeFile(path string) ([]byte, error) {
 	file, err := os.Open(path)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("%w: give code with -c, a command of the image after --", err)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -23,10 +23,11 @@ func (a *App) serveCommand() *cobra.Command {
 them until SIGTERM, SIGINT or SIGHUP; its sandboxes end with it. It is also what adapter
 does without a command.
 
-The engine is the one at III_URL (ws://127.0.0.1:49134), the configuration entry the one
-that III_CONFIG_NAME names (sandbox-libkrun). III_WORKER_NAME, III_NAMESPACE and
-III_ISOLATION say which worker to be. It ends with 0 after a signal, with 2 when the
-configuration cannot be used, and with 1 when the engine refuses the worker.`,
+The engine is the one at III_URL (ws://127.0.0.1:49134), with III_TOKEN as credentials
+where it wants some; the configuration entry is the one that III_CONFIG_NAME names
+(sandbox-libkrun). III_WORKER_NAME, III_NAMESPACE and III_ISOLATION say which worker to
+be. It ends with 0 after a signal, with 2 when the configuration cannot be used, and
+with 1 when the engine refuses the worker.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return a.serve(cmd.Context()) },
 	}

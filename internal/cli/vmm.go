@@ -13,7 +13,7 @@ func (a *App) vmmCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "vmm",
 		Short: "Manage what boots the VMs",
-		Args:  noArgs,
+		Args:  noSuchCommand,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(a.vmmSetupCommand())

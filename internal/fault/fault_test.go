@@ -4,7 +4,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"io"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -61,6 +65,44 @@ func every() map[string]*fault.Error {
 		"BadPattern":       fault.BadPattern("(", cause),
 		"UploadAborted":    fault.UploadAborted("/x", "stalled", cause),
 		"AgentTooOld":      fault.AgentTooOld("sed", cause),
+		"DuringRun":        fault.DuringRun("create", "", cause),
+		"FromGuest":        fault.FromGuest("S211", "/x", "m", false, cause),
+		"FileErrno":        fault.FileErrno("/x", cause),
+		"Of":               fault.Of(cause),
+		"NotReady":         fault.NotReady(cause),
+		"TooManyCalls":     fault.TooManyCalls(),
+		"TooManyDownloads": fault.TooManyDownloads(8),
+		"ReplyTooLarge":    fault.ReplyTooLarge(cause),
+		"Internal":         fault.Internal(cause),
+	}
+}
+
+// every has them all: a new one is checked like the others.
+func TestEvery_HasEachConstructor(t *testing.T) {
+	t.Parallel()
+	files, err := filepath.Glob("*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	have := every()
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.SkipObjectResolution)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, decl := range file.Decls {
+			f, ok := decl.(*ast.FuncDecl)
+			if !ok || f.Recv != nil || !f.Name.IsExported() || f.Type.Results == nil || len(f.Type.Results.List) != 1 {
+				continue
+			}
+			star, ok := f.Type.Results.List[0].Type.(*ast.StarExpr)
+			if !ok {
+				continue
+			}
+			if result, ok := star.X.(*ast.Ident); ok && result.Name == "Error" && have[f.Name.Name] == nil {
+				t.Errorf("%s is not among them", f.Name.Name)
+			}
+		}
 	}
 }
 

@@ -226,3 +226,26 @@ func NotReady(cause error) *Error {
 func TooManyCalls() *Error {
 	return &Error{Code: S400, Message: "the adapter is answering too many calls at once", FixNote: noteRetry}
 }
+
+// TooManyDownloads is S400: limit files of fs::read are on their way already, most
+// of them read by nobody.
+func TooManyDownloads(limit int) *Error {
+	return &Error{
+		Code: S400, Message: fmt.Sprintf("the adapter already carries %d downloads: read the channels of fs::read to their end", limit),
+		FixNote: noteRetry,
+	}
+}
+
+// ReplyTooLarge is S400: the function did its work, but its reply is larger than
+// the engine carries. cause tells sizes.
+func ReplyTooLarge(cause error) *Error {
+	return &Error{
+		Code: S400, Message: fmt.Sprintf("the reply cannot be sent: %v", cause),
+		FixNote: "ask for less at a time", cause: cause,
+	}
+}
+
+// Internal is S300: the adapter itself has a defect, which its log tells more of.
+func Internal(cause error) *Error {
+	return &Error{Code: S300, Message: cause.Error(), FixNote: notePlatform, cause: cause}
+}

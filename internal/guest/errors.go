@@ -2,7 +2,6 @@ package guest
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
@@ -25,13 +24,6 @@ func (e *Error) Error() string {
 		return fmt.Sprintf("%s: the guest is gone: %s", e.Op, e.Message)
 	}
 	return fmt.Sprintf("%s: %s", e.Op, e.Message)
-}
-
-// Unavailable reports whether err means that the guest cannot be reached any
-// more, so that another call to it would fail as well.
-func Unavailable(err error) bool {
-	var e *Error
-	return errors.As(err, &e) && e.Code == codes.Unavailable
 }
 
 // deadlineSkew is how much earlier than ours the agent's timer for one deadline

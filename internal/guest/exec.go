@@ -10,7 +10,6 @@ import (
 	"syscall"
 	"time"
 
-	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
 	guestv1 "github.com/iii-hq/workers/sandbox-libkrun/api/guest/v1"
@@ -21,6 +20,10 @@ const chunkSize = 64 << 10
 
 // maxStart is the most that a start may take: a message is at most 1 MiB.
 const maxStart = 1<<20 - 64
+
+// exitNotStarted is the exit code of a program that could not be started though it
+// is there, as shells have it.
+const exitNotStarted = 126
 
 // exitSlack is how long after its time limit a program's exit may be reported:
 // the kill, a pipe held open (1 s) and a slow emulated CPU. Later than that the
@@ -114,10 +117,11 @@ func (c *Client) Exec(ctx context.Context, cmd Command, with IO) (Result, error)
 	}
 	start := startMessage(cmd)
 	if n := proto.Size(start); n > maxStart {
-		return Result{}, &Error{
-			Op: "exec", Code: codes.ResourceExhausted,
+		// The kernel's answer to about as much.
+		return Result{ExitCode: exitNotStarted, SpawnError: &SpawnError{
+			Errno: syscall.E2BIG, What: "program",
 			Message: fmt.Sprintf("command line and environment have %d bytes, more than %d: pass the data on stdin or in a file", n, maxStart),
-		}
+		}}, nil
 	}
 	stream, err := c.api.Exec(ctx)
 	if err != nil {

@@ -139,7 +139,7 @@ func TestFiles_ErrorsBecomeFaults(t *testing.T) {
 	wantCode(t, answer(status.Error(codes.InvalidArgument, "x")), fault.S210)
 	wantCode(t, answer(status.Error(codes.Internal, "x")), fault.S216)
 	gone := answer(status.Error(codes.Unavailable, "the vm ended"))
-	if e = wantCode(t, gone, fault.S216); !strings.Contains(e.Message, "the vm ended") || !guest.Unavailable(gone) {
+	if e = wantCode(t, gone, fault.S216); !strings.Contains(e.Message, "the vm ended") || !unavailable(gone) {
 		t.Errorf("%+v", e)
 	}
 }

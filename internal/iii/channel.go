@@ -78,7 +78,12 @@ func (c *Client) dialChannel(life context.Context, ref ChannelRef, direction str
 	}
 	u := *c.base
 	u.Path = strings.TrimRight(u.Path, "/") + channelPath + ref.ChannelID
-	u.RawQuery = url.Values{"key": {ref.AccessKey}, "dir": {direction}}.Encode()
+	// Behind the address's own query, which may hold credentials.
+	query := url.Values{"key": {ref.AccessKey}, "dir": {direction}}.Encode()
+	if u.RawQuery != "" {
+		query = u.RawQuery + "&" + query
+	}
+	u.RawQuery = query
 	dialing, cancel := context.WithTimeout(life, handshakeTimeout)
 	defer cancel()
 	return c.dial(dialing, &u)
@@ -198,8 +203,8 @@ func (r *Reader) Close() error {
 	return nil
 }
 
-// A Writer is the writing end of a channel. One goroutine writes; Close and Done
-// may be called from any.
+// A Writer is the writing end of a channel. One goroutine writes; Close, Done
+// and SetIdle may be called from any.
 type Writer struct {
 	socket  *websocket.Conn
 	wire    *wire
@@ -267,9 +272,14 @@ func (w *Writer) send(kind websocket.MessageType, p []byte) error {
 		if w.err = channelError(err, w.cause); errors.Is(w.err, io.EOF) {
 			w.err = ErrChannelLost
 		}
+		_ = w.wire.Close() // part of a frame may be out: there is nothing more to say
 	}
 	return w.err
 }
+
+// SetIdle replaces ChannelOptions.Idle, also of a Write that waits already: it may
+// wait so much longer from now. It may be called at any time.
+func (w *Writer) SetIdle(idle time.Duration) { w.wire.boundWrites(idle) }
 
 // Done is closed when the connection is gone. The engine drops it only after the
 // reader has left and something more was written.

@@ -37,6 +37,29 @@ func ends(t *testing.T, c *iii.Client, buffer int, o iii.ChannelOptions) (*iii.W
 	return writer, reader
 }
 
+// A writer that waits already takes a new bound at once.
+func TestSetIdleWakesAWriter(t *testing.T) {
+	t.Parallel()
+	inBubble(t, func(t *testing.T, _ *iiitest.Engine, c *iii.Client) {
+		writer, _ := ends(t, c, 1, iii.ChannelOptions{Idle: time.Hour})
+		ended := make(chan error, 1)
+		go func() {
+			_, err := writer.Write(make([]byte, 10<<20))
+			ended <- err
+		}()
+		<-time.After(time.Minute)
+		began := time.Now()
+		writer.SetIdle(10 * time.Second)
+		if err := <-ended; !errors.Is(err, iii.ErrStalled) || time.Since(began) != 10*time.Second {
+			t.Errorf("got %v after %v", err, time.Since(began))
+		}
+		_ = writer.Close()
+		if took := time.Since(began); took != 10*time.Second {
+			t.Errorf("closed after %v", took)
+		}
+	})
+}
+
 // inBubble runs f with fake time and an engine of its own.
 func inBubble(t *testing.T, f func(t *testing.T, e *iiitest.Engine, c *iii.Client)) {
 	t.Helper()

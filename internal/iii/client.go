@@ -183,37 +183,56 @@ func (c *Client) setCurrent(s *session) {
 	c.changed = make(chan struct{})
 }
 
+// connection returns the current connection, nil while there is none, and what is
+// closed when that changes.
+func (c *Client) connection() (s *session, changed <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.current, c.changed
+}
+
+// Connected waits until the client has a connection, which may be lost again the
+// moment it returns. It fails with ErrClosed or ctx's error.
+func (c *Client) Connected(ctx context.Context) error {
+	for {
+		s, changed := c.connection()
+		if s != nil {
+			return nil
+		}
+		if err := c.await(ctx, changed); err != nil {
+			return err
+		}
+	}
+}
+
 // send hands a frame to the connection's writer, waiting for a connection where
 // there is none. It returns the connection; that the frame arrives is not known.
 func (c *Client) send(ctx context.Context, frame []byte) (*session, error) {
 	for {
-		c.mu.Lock()
-		s, changed := c.current, c.changed
-		c.mu.Unlock()
-		if s == nil {
+		s, changed := c.connection()
+		if s != nil {
 			select {
-			case <-changed:
+			case s.out <- frame:
+				return s, nil
+			case <-s.done: // the next one, then
 			case <-ctx.Done():
 				return nil, ctx.Err()
-			case <-c.done:
-				return nil, ErrClosed
 			}
-			continue
 		}
-		select {
-		case s.out <- frame:
-			return s, nil
-		case <-s.done:
-			// The loop sees the next connection, or that there is none.
-			select {
-			case <-changed:
-			case <-ctx.Done():
-				return nil, ctx.Err()
-			case <-c.done:
-				return nil, ErrClosed
-			}
-		case <-ctx.Done():
-			return nil, ctx.Err()
+		if err := c.await(ctx, changed); err != nil {
+			return nil, err
 		}
+	}
+}
+
+// await waits for a change of the connection.
+func (c *Client) await(ctx context.Context, changed <-chan struct{}) error {
+	select {
+	case <-changed:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-c.done:
+		return ErrClosed
 	}
 }

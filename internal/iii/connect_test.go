@@ -4,8 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"strings"
 	"sync"
@@ -13,8 +15,6 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
-
-	"github.com/coder/websocket"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/iii/iiitest"
@@ -87,6 +87,9 @@ func TestTellsItsNameBeforeItsFunctions(t *testing.T) {
 		if told[key] != want {
 			t.Errorf("%s is %v, want %v", key, told[key], want)
 		}
+	}
+	if features := fmt.Sprint(told["features"]); features != "[large-messages.v1]" {
+		t.Errorf("its features are %s", features)
 	}
 	if action, _ := sent[0]["action"].(map[string]any); action["type"] != "void" || sent[0]["invocation_id"] != nil {
 		t.Errorf("the worker registers with %v", sent[0])
@@ -264,42 +267,6 @@ func TestQuietConnectionsArePingedAndKept(t *testing.T) {
 	})
 }
 
-func TestDeadConnectionIsGivenUpAfterAMinute(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		var net network
-		l := net.listen()
-		ended := make(chan time.Duration, 10)
-		server := &http.Server{Handler: silent(t, ended), ReadHeaderTimeout: time.Minute}
-		go func() { _ = server.Serve(l) }()
-		t.Cleanup(func() { _ = server.Close() })
-		open(t, iii.Options{URL: "ws://engine:1", Dial: net.dial})
-		if got := <-ended; got < 59*time.Second || got > 61*time.Second {
-			t.Errorf("given up after %v", got)
-		}
-	})
-}
-
-// silent is an engine that accepts a connection and never says a word.
-func silent(t *testing.T, ended chan<- time.Duration) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		socket, err := websocket.Accept(w, r, &websocket.AcceptOptions{OnPingReceived: func(context.Context, []byte) bool { return false }})
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		began := time.Now()
-		for err == nil {
-			_, _, err = socket.Read(r.Context())
-		}
-		select {
-		case ended <- time.Since(began):
-		default:
-		}
-		_ = socket.CloseNow()
-	})
-}
-
 func TestTakenNameEndsTheClient(t *testing.T) {
 	t.Parallel()
 	ctx := within(t)
@@ -329,6 +296,69 @@ func TestTakenNameEndsTheClient(t *testing.T) {
 	third := open(t, iii.Options{URL: engine.URL(), Namespace: "other"})
 	if _, err := third.Invoke(ctx, iii.Request{Function: "engine::workers::list"}); err != nil {
 		t.Error(err)
+	}
+}
+
+// Later engines refuse a function for more reasons than ours knows.
+func TestRefusedFunctionLeavesTheOthers(t *testing.T) {
+	t.Parallel()
+	ctx := within(t)
+	engine := startEngine(t, iiitest.Options{})
+	var log logbook
+	c := open(t, iii.Options{URL: engine.URL(), Log: log.logger(), Functions: []iii.Function{{ID: "f::a", Handler: echo}, {ID: "f::b", Handler: echo}}})
+	if err := engine.AwaitFunction(ctx, "f::b"); err != nil {
+		t.Fatal(err)
+	}
+	id := named(t, engine, "sandbox-libkrun")
+	engine.Inject(id, []byte(`{"type":"registrationrejected","code":"UNSUPPORTED","namespace":"default","function_id":"f::a","owner_worker_id":""}`))
+	if result, err := engine.Call(ctx, "f::b", json.RawMessage("1")); err != nil || string(result) != "1" {
+		t.Errorf("got %s, %v", result, err)
+	}
+	if err := c.Err(); err != nil || engine.Workers()[0].ID != id {
+		t.Errorf("the connection did not last: %v", err)
+	}
+	if text := log.String(); !strings.Contains(text, "function=f::a") || !strings.Contains(text, "code=UNSUPPORTED") {
+		t.Errorf("the log is %s", text)
+	}
+}
+
+// Credentials, in the environment's token or in the address's query, go with each
+// connection, those of channels too, and into no log.
+func TestCredentialsGoWithEveryConnection(t *testing.T) {
+	t.Parallel()
+	ctx := within(t)
+	asked := make(chan *http.Request, 8)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case asked <- r:
+		default:
+		}
+		w.WriteHeader(http.StatusUnauthorized)
+	}))
+	t.Cleanup(server.Close)
+	environment := map[string]string{"III_URL": "ws" + strings.TrimPrefix(server.URL, "http") + "/?tenant=secret", "III_TOKEN": " secret\n"}
+	var log logbook
+	o := iii.FromEnv(func(key string) string { return environment[key] }, "x")
+	o.Log = log.logger()
+	c := open(t, o)
+	check := func(path, query string) {
+		t.Helper()
+		r := <-asked
+		for r.URL.Path != path {
+			r = <-asked // it tries again meanwhile
+		}
+		if got := r.Header.Values("Authorization"); len(got) != 1 || got[0] != "Bearer secret" || r.URL.Path != path || r.URL.RawQuery != query {
+			t.Errorf("it asks for %s with %q", r.URL, got)
+		}
+	}
+	check("/", "tenant=secret")
+	ref := iii.ChannelRef{ChannelID: "id", AccessKey: "key", Direction: "read"}
+	if _, err := c.OpenReader(ctx, ref, iii.ChannelOptions{}); err == nil || strings.Contains(err.Error(), "secret") {
+		t.Errorf("got %v", err)
+	}
+	check("/ws/channels/id", "tenant=secret&dir=read&key=key")
+	if strings.Contains(log.String(), "secret") {
+		t.Errorf("the log is %s", &log)
 	}
 }
 
@@ -369,48 +399,6 @@ func TestTakenFunctionIsTakenOverLater(t *testing.T) {
 		}
 		if err := ours.Err(); err != nil {
 			t.Error(err)
-		}
-	})
-}
-
-// An engine that reads nothing is given up like one that says nothing; until then
-// it does not keep the client from closing.
-func TestStuckEngine(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		var net network
-		l := net.listen()
-		release := make(chan struct{})
-		server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			socket, err := websocket.Accept(w, r, nil)
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			<-release
-			_ = socket.CloseNow()
-		})}
-		go func() { _ = server.Serve(l) }()
-		t.Cleanup(func() {
-			close(release)
-			_ = server.Close()
-		})
-		c := open(t, iii.Options{URL: "ws://engine:1", Dial: net.dial})
-		<-time.After(59 * time.Second)
-		if net.count() != 1 {
-			t.Errorf("%d connections in the first minute", net.count())
-		}
-		<-time.After(4 * time.Second)
-		if net.count() != 2 {
-			t.Errorf("%d connections after it", net.count())
-		}
-		_, err := c.Invoke(t.Context(), iii.Request{Function: "f::x", Timeout: time.Second})
-		if !errors.Is(err, iii.ErrTimeout) {
-			t.Errorf("got %v", err)
-		}
-		began := time.Now()
-		if err := c.Close(t.Context()); err != nil || time.Since(began) > 2*time.Second {
-			t.Errorf("closed after %v: %v", time.Since(began), err)
 		}
 	})
 }

@@ -10,7 +10,7 @@ import (
 
 // dispatch starts the handler of a call that came, with ctx. It does not wait for
 // it.
-func (c *Client) dispatch(ctx context.Context, f frame) {
+func (s *session) dispatch(ctx context.Context, f frame) {
 	call := Invocation{
 		ID:          f.text("invocation_id"),
 		Function:    f.text("function_id"),
@@ -22,9 +22,9 @@ func (c *Client) dispatch(ctx context.Context, f frame) {
 	if call.Data == nil {
 		call.Data = json.RawMessage("null")
 	}
-	if err := c.admit(ctx, call); err != nil {
-		c.log.Warn("a call is refused", "function", c.knownName(call.Function), "closing", errors.Is(err, errClosing))
-		c.refuse(call, err)
+	if err := s.admit(ctx, call); err != nil {
+		s.client.log.Warn("a call is refused", "function", s.client.knownName(call.Function), "closing", errors.Is(err, errClosing))
+		s.refuse(call, err)
 	}
 }
 
@@ -33,34 +33,34 @@ func (c *Client) dispatch(ctx context.Context, f frame) {
 var errClosing error = &Error{Code: CodeInvocationStopped, Message: "the worker is ending"}
 
 // admit starts the handler of call, or returns why it must not.
-func (c *Client) admit(ctx context.Context, call Invocation) error {
+func (s *session) admit(ctx context.Context, call Invocation) error {
+	c := s.client
 	size := int64(len(call.Data) + len(call.Metadata))
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closing {
 		return errClosing
 	}
-	if c.calls >= c.options.MaxCalls || c.calls > 0 && c.callBytes+size > maxCallBytes {
-		return c.options.Busy
+	if c.calls >= c.options.MaxCalls || c.calls > 0 && c.callBytes+size > c.options.MaxCallBytes {
+		return c.options.Fault(ErrBusy)
 	}
 	c.calls++
 	c.callBytes += size
 	c.handlers.Go(func() {
-		defer c.release(size)
 		result, err := c.handle(ctx, call)
-		c.answer(call, result, err)
+		text := c.encodeAnswer(call, result, err)
+		c.hold(int64(len(text)))
+		s.answer(call, text)
+		c.release(size + int64(len(text)))
 	})
 	return nil
 }
 
 // refuse answers a call that was not admitted, unless answering would have to
 // wait: then the caller's own time-out ends it.
-func (c *Client) refuse(call Invocation, reason error) {
-	c.mu.Lock()
-	s := c.current
-	c.mu.Unlock()
+func (s *session) refuse(call Invocation, reason error) {
 	text, err := encodeResult(call, nil, reason)
-	if err != nil || s == nil {
+	if err != nil {
 		return
 	}
 	select {
@@ -69,6 +69,14 @@ func (c *Client) refuse(call Invocation, reason error) {
 	}
 }
 
+// hold counts bytes of an answer that waits to be sent.
+func (c *Client) hold(size int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.callBytes += size
+}
+
+// release forgets a call, with the bytes that it and its answer took.
 func (c *Client) release(size int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -86,30 +94,41 @@ func (c *Client) handle(ctx context.Context, call Invocation) (result json.RawMe
 		if p := recover(); p != nil {
 			// Its value may hold what the caller sent.
 			c.log.Error("a handler panicked", "function", f.ID, "type", fmt.Sprintf("%T", p), "stack", string(debug.Stack()))
-			result, err = nil, errors.New("internal error: the function panicked")
+			result, err = nil, c.options.Fault(ErrPanicked)
 		}
 	}()
 	return f.Handler(ctx, call)
 }
 
-// answer sends the result of a call. Where the connection is gone it waits for the
-// next one.
-func (c *Client) answer(call Invocation, result json.RawMessage, failure error) {
-	text, err := encodeResult(call, result, failure)
-	if err != nil {
-		c.log.Error("a handler's result cannot be sent", "function", c.knownName(call.Function), "error", err)
-		if text, err = encodeResult(call, nil, err); err != nil {
-			return
-		}
-	}
-	// Ends with the client.
-	if _, err := c.send(context.Background(), text); err != nil {
-		c.log.Debug("a result was not sent", "function", c.knownName(call.Function), "error", err)
+// answer sends the result of a call on the connection that it came by. Once that
+// is gone nobody waits for the result: the engine has told the caller so, and a
+// later connection's calls are others.
+func (s *session) answer(call Invocation, text []byte) {
+	select {
+	case s.out <- text:
+	case <-s.done:
+		s.client.log.Debug("a result was dropped: its connection is gone", "function", s.client.knownName(call.Function))
 	}
 }
 
-// encodeResult makes the message that answers call. Its errors hold nothing of
-// the result.
+// encodeAnswer makes the message that answers call, whatever its handler
+// returned.
+func (c *Client) encodeAnswer(call Invocation, result json.RawMessage, failure error) []byte {
+	text, err := encodeResult(call, result, failure)
+	if err == nil {
+		return text
+	}
+	c.log.Error("a handler's result cannot be sent", "function", c.knownName(call.Function), "error", err)
+	if text, err = encodeResult(call, nil, c.options.Fault(err)); err == nil {
+		return text
+	}
+	// Only a fault of many megabytes comes here.
+	text, _ = encodeResult(call, nil, err)
+	return text
+}
+
+// encodeResult makes the message that answers call. Its errors, ErrNotJSON and
+// ErrTooLarge, hold nothing of the result.
 func encodeResult(call Invocation, result json.RawMessage, failure error) ([]byte, error) {
 	m := resultMessage{Type: typeResult, ID: call.ID, Function: call.Function, Result: result}
 	if failure != nil {
@@ -120,11 +139,11 @@ func encodeResult(call Invocation, result json.RawMessage, failure error) ([]byt
 			m.Error = &errorMessage{Code: e.Code, Message: e.Message, Stacktrace: e.Stacktrace}
 		}
 	} else if !json.Valid(result) && result != nil {
-		return nil, errors.New("the result is not JSON")
+		return nil, ErrNotJSON
 	}
 	text, err := encode(m)
 	if err != nil {
-		return nil, errors.New("the result is not JSON")
+		return nil, ErrNotJSON
 	}
 	if len(text) > MaxMessage {
 		return nil, fmt.Errorf("a result of %d bytes: %w", len(text), ErrTooLarge)

@@ -36,6 +36,13 @@ var (
 	ErrDisconnected = errors.New("the connection to the engine was lost during the call")
 	// ErrTooLarge means that the message is larger than MaxMessage. A channel has no limit.
 	ErrTooLarge = errors.New("the message is too large: use a channel")
+	// ErrBusy means that a call of ours is refused because too many, or too large ones, are
+	// being answered.
+	ErrBusy = errors.New("the worker is answering too many calls: call again later")
+	// ErrPanicked means that the handler of a call panicked; the log has more.
+	ErrPanicked = errors.New("internal error: the function panicked")
+	// ErrNotJSON means that a handler's result is not JSON.
+	ErrNotJSON = errors.New("internal error: the result is not JSON")
 	// ErrNoChannel means that the engine knows no channel by that reference, or swept it
 	// because an end stayed unconnected for five minutes.
 	ErrNoChannel = errors.New("there is no such channel: it may be older than five minutes")

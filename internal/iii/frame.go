@@ -82,8 +82,14 @@ type (
 		PID         int    `json:"pid"`
 		Isolation   string `json:"isolation,omitempty"`
 		Namespace   string `json:"namespace,omitempty"`
+		// Features are what engines from 0.25 on may send; older ones pass it over.
+		Features []string `json:"features"`
 	}
 )
+
+// featureLargeMessages says that we take messages up to 64 MiB, in frames of any
+// size: without it, engines judge by the SDK's version, which we have not.
+const featureLargeMessages = "large-messages.v1"
 
 // encode makes the text of a message: valid UTF-8, without escapes for HTML.
 func encode(message any) ([]byte, error) {

@@ -42,9 +42,8 @@ const (
 
 // Bounds of ours on calls that are being answered.
 const (
-	defaultMaxCalls = 1024
-	// maxCallBytes bounds the payloads of all calls being answered.
-	maxCallBytes = 256 << 20
+	defaultMaxCalls     = 1024
+	defaultMaxCallBytes = 256 << 20
 )
 
 // Options say which worker to be. They are not changed after Open.
@@ -66,12 +65,15 @@ type Options struct {
 	Isolation string
 	// Functions are registered on every connection, in this order.
 	Functions []Function
-	// MaxCalls bounds the calls that are answered at a time; 0 is 1024. Their
-	// payloads together are bounded too, at 256 MiB. A call beyond is answered
-	// with Busy at once.
-	MaxCalls int
-	// Busy is the error of a call beyond the bounds; nil is one in plain words.
-	Busy error
+	// MaxCalls bounds the calls that are answered at a time; 0 is 1024. MaxCallBytes
+	// bounds their payloads together with the answers that wait to be sent; 0 is
+	// 256 MiB. A call beyond is refused with ErrBusy at once, but for a single one.
+	MaxCalls     int
+	MaxCallBytes int64
+	// Fault makes the error that a caller gets of one that the client met itself:
+	// ErrBusy, ErrPanicked, ErrNotJSON or ErrTooLarge. It must be short and must not
+	// block; nil leaves them as they are.
+	Fault func(error) error
 	// Dial makes the network connections; nil is a net.Dialer's DialContext.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	// Log gets connects, losses and refusals; required.
@@ -79,14 +81,18 @@ type Options struct {
 }
 
 // FromEnv fills the options that the environment of a worker gives (III_URL,
-// III_WORKER_NAME, III_NAMESPACE, III_ISOLATION); name is used when it gives
-// none. Blank values count as absent; the name is taken to the letter, as Compose
-// looks for it.
+// III_WORKER_NAME, III_NAMESPACE, III_ISOLATION, and III_TOKEN, which goes into
+// the Authorization header, as SDKs from 0.25 on send it); name is used when it
+// gives none. Blank values count as absent; the name is taken to the letter, as
+// Compose looks for it.
 func FromEnv(getenv func(string) string, name string) Options {
 	get := func(key string) string { return strings.TrimSpace(getenv(key)) }
 	o := Options{URL: get("III_URL"), Name: getenv("III_WORKER_NAME"), Namespace: get("III_NAMESPACE"), Isolation: get("III_ISOLATION")}
 	if strings.TrimSpace(o.Name) == "" {
 		o.Name = name
+	}
+	if token := get("III_TOKEN"); token != "" {
+		o.Header = http.Header{"Authorization": {"Bearer " + token}}
 	}
 	return o
 }
@@ -113,8 +119,9 @@ type Function struct {
 //
 // The result is any JSON value in UTF-8; nil is null. An *Error goes to the caller
 // as it is; any other error has the code "invocation_failed" and its text as the
-// message. A panic is caught, logged without its value, and answered with an
-// error.
+// message. A panic is caught, logged without its value, and answered with
+// ErrPanicked. Where the connection that brought the call is lost, the result is
+// dropped: nobody waits for it any more.
 type Handler func(ctx context.Context, call Invocation) (json.RawMessage, error)
 
 // An Invocation is one call of a function of ours.
@@ -140,8 +147,11 @@ func (o *Options) check() (*url.URL, error) {
 	if o.MaxCalls <= 0 {
 		o.MaxCalls = defaultMaxCalls
 	}
-	if o.Busy == nil {
-		o.Busy = errors.New("the worker is busy: call again later")
+	if o.MaxCallBytes <= 0 {
+		o.MaxCallBytes = defaultMaxCallBytes
+	}
+	if o.Fault == nil {
+		o.Fault = func(err error) error { return err }
 	}
 	if o.Dial == nil {
 		o.Dial = (&net.Dialer{}).DialContext

@@ -4,13 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"net/http"
 	"net/url"
-	"os"
-	"runtime"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -31,9 +27,9 @@ const (
 	// readLimit bounds a message from the engine: 64 MiB, its own limit, and what
 	// it adds to a call.
 	readLimit = 65 << 20
-	// refusedRetry is how often a function is registered anew that another worker
-	// has: that one may have gone since.
-	refusedRetry = 30 * time.Second
+	// maxRefusals is how many short answers may wait to be sent, those of refused
+	// calls above all: a burst of calls is told at once that it is one.
+	maxRefusals = 16 << 10
 	// closeGrace is how long the engine has to answer the closing of a connection.
 	closeGrace = time.Second
 )
@@ -50,7 +46,7 @@ type session struct {
 	wire   *wire
 
 	// out takes frames to send, nil to close; whoever hands one over may go on.
-	// urgent holds a few that the reader sends, which must not wait.
+	// urgent holds short ones that the reader sends, which must not wait.
 	out, urgent chan []byte
 	// writing is set while a frame is under way.
 	writing atomic.Bool
@@ -88,7 +84,7 @@ func (c *Client) connect(ctx, handling context.Context) (welcome bool, err error
 	}
 	s := &session{
 		client: c, socket: socket, wire: w,
-		out: make(chan []byte), urgent: make(chan []byte, 64), done: make(chan struct{}),
+		out: make(chan []byte), urgent: make(chan []byte, maxRefusals), done: make(chan struct{}),
 		refused: map[string]bool{}, told: map[string]bool{},
 	}
 	var group sync.WaitGroup
@@ -154,63 +150,6 @@ func (c *Client) dial(ctx context.Context, u *url.URL) (*websocket.Conn, *wire, 
 		err = wrapped.Err
 	}
 	return nil, nil, fmt.Errorf("connect to the engine at %s: %w", u.Host, err)
-}
-
-// introduction is what the engine must know before anything else: which
-// connection the next one replaces, who we are, what we offer. The name goes
-// first, as it decides the namespace of the functions.
-func (c *Client) introduction() ([][]byte, error) {
-	c.mu.Lock()
-	previous, token := c.workerID, c.token
-	c.mu.Unlock()
-	var messages []any
-	if previous != "" {
-		messages = append(messages, reattachMessage{Type: typeReattach, Previous: previous, Token: token})
-	}
-	me, err := encode(workerMessage{
-		Runtime: "go", Version: c.options.Version, Name: c.options.Name, Description: c.options.Description,
-		OS: runtime.GOOS + " (" + runtime.GOARCH + ")", PID: os.Getpid(),
-		Isolation: c.options.Isolation, Namespace: c.options.Namespace,
-	})
-	if err != nil {
-		return nil, err
-	}
-	messages = append(messages, invokeMessage{
-		Type: typeInvoke, Function: "engine::workers::register", Data: me, Action: &actionMessage{Type: "void"},
-	})
-	for _, f := range c.options.Functions {
-		messages = append(messages, f.message())
-	}
-	var frames [][]byte
-	for _, message := range messages {
-		text, err := encode(message)
-		if err != nil {
-			return nil, err
-		}
-		frames = append(frames, text)
-	}
-	return frames, nil
-}
-
-// introduce sends the introduction.
-func (s *session) introduce(ctx context.Context, frames [][]byte) error {
-	for _, text := range frames {
-		select {
-		case s.out <- text:
-		case <-s.done:
-			return s.err
-		case <-ctx.Done():
-			return errEnding
-		}
-	}
-	return nil
-}
-
-func (f Function) message() registerMessage {
-	return registerMessage{
-		Type: typeRegister, ID: f.ID, Description: f.Description,
-		RequestFormat: f.RequestFormat, ResponseFormat: f.ResponseFormat, Metadata: f.Metadata,
-	}
 }
 
 // end ends the session for a reason; the first counts.
@@ -284,7 +223,8 @@ func (s *session) ping() {
 }
 
 // watch ends the session when nothing at all came for a minute, not even part of
-// a large message.
+// a large message. A large one of ours that a slow network is taking keeps it: no
+// ping is sent meanwhile, so nothing may come.
 func (s *session) watch() {
 	timer := time.NewTimer(idleTimeout)
 	defer timer.Stop()
@@ -295,6 +235,9 @@ func (s *session) watch() {
 		case <-timer.C:
 		}
 		quiet := s.wire.quiet()
+		if s.writing.Load() {
+			quiet = min(quiet, s.wire.stuck())
+		}
 		if quiet >= idleTimeout {
 			s.end(errIdle)
 			return
@@ -355,7 +298,7 @@ func (s *session) take(handling context.Context, f frame) {
 			s.complain(len(f["data"]))
 			return
 		}
-		c.dispatch(handling, f)
+		s.dispatch(handling, f)
 	case typeResult:
 		c.deliver(f)
 	case typeWelcome:
@@ -395,54 +338,4 @@ func (s *session) accepted(id, token string) {
 	c.mu.Unlock()
 	s.welcome = true
 	c.log.Info("connected to the engine", "engine", c.base.Host, "name", c.options.Name, "namespace", c.options.Namespace, "worker_id", id, "again", again)
-}
-
-// rejected acts on a refused registration: one of a function is tried again later,
-// any other is the end of the client.
-func (s *session) rejected(f frame) {
-	id, owner := f.text("function_id"), f.text("owner_worker_id")
-	code := f.text("code")
-	if code != codeFunctionConflict {
-		s.end(&RejectedError{Code: code, Name: f.text("worker_name"), Namespace: f.text("namespace"), Owner: owner})
-		return
-	}
-	c := s.client
-	if _, ours := c.functions[id]; !ours {
-		return
-	}
-	s.mu.Lock()
-	told := s.told[id]
-	s.told[id], s.refused[id] = true, true
-	s.mu.Unlock()
-	if !told {
-		c.log.Warn("another worker has this function: calls go there until it ends", "function", id, "namespace", f.text("namespace"), "owner", owner)
-	}
-}
-
-// retryRefused registers functions anew that the engine refused.
-func (s *session) retryRefused() {
-	ticker := time.NewTicker(refusedRetry)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-s.done:
-			return
-		case <-ticker.C:
-		}
-		s.mu.Lock()
-		refused := slices.Sorted(maps.Keys(s.refused))
-		clear(s.refused)
-		s.mu.Unlock()
-		for _, id := range refused {
-			text, err := encode(s.client.functions[id].message())
-			if err != nil {
-				continue
-			}
-			select {
-			case s.out <- text:
-			case <-s.done:
-				return
-			}
-		}
-	}
 }

@@ -12,18 +12,23 @@ import (
 // channel's largest frame.
 const maxGathered = 2 * chunk
 
-// A wire is a network connection that knows when it last received something, and
-// that can bound how long each read and write waits for the network.
+// A wire is a network connection that knows when it last received something and
+// when it last sent something, and that can bound how long each read and write
+// waits for the network.
 type wire struct {
 	net.Conn
 	began time.Time
-	last  atomic.Int64 // nanoseconds since began
+
+	// Nanoseconds since began.
+	received, sent atomic.Int64
 
 	// ahead, where set, is what reads come from: more than was asked for.
 	ahead *bufio.Reader
 
-	// Nanoseconds; 0 is no bound.
+	// Nanoseconds; 0 is no bound. limiting keeps a write that begins from setting
+	// the deadline of an older bound.
 	readIdle, writeIdle atomic.Int64
+	limiting            sync.Mutex
 
 	// writing guards what follows, and is held while a write waits.
 	writing   sync.Mutex
@@ -33,15 +38,37 @@ type wire struct {
 
 func newWire(conn net.Conn) *wire { return &wire{Conn: conn, began: time.Now()} }
 
-// quiet returns for how long nothing came.
-func (w *wire) quiet() time.Duration {
-	return time.Since(w.began) - time.Duration(w.last.Load())
+// quiet returns for how long nothing came, stuck for how long nothing could be
+// sent.
+func (w *wire) quiet() time.Duration { return w.since(&w.received) }
+func (w *wire) stuck() time.Duration { return w.since(&w.sent) }
+
+func (w *wire) since(moment *atomic.Int64) time.Duration {
+	return time.Since(w.began) - time.Duration(moment.Load())
 }
 
+func (w *wire) now(moment *atomic.Int64) { moment.Store(int64(time.Since(w.began))) }
+
 // boundReads makes reads fail with os.ErrDeadlineExceeded when nothing comes for
-// so long; boundWrites does so for writes when nothing can be sent.
-func (w *wire) boundReads(idle time.Duration)  { w.readIdle.Store(int64(idle)) }
-func (w *wire) boundWrites(idle time.Duration) { w.writeIdle.Store(int64(idle)) }
+// so long.
+func (w *wire) boundReads(idle time.Duration) { w.readIdle.Store(int64(idle)) }
+
+// boundWrites makes writes fail with os.ErrDeadlineExceeded when nothing can be
+// sent for so long; one that waits already has that long from now.
+func (w *wire) boundWrites(idle time.Duration) {
+	w.writeIdle.Store(int64(idle))
+	_ = w.limitWrites() // of a connection that is closed
+}
+
+func (w *wire) limitWrites() error {
+	w.limiting.Lock()
+	defer w.limiting.Unlock()
+	idle := time.Duration(w.writeIdle.Load())
+	if idle <= 0 {
+		return nil
+	}
+	return w.SetWriteDeadline(time.Now().Add(idle))
+}
 
 // readAhead makes the reads of a stream few; the library asks for 4 KiB at first.
 // It is called before any other goroutine reads.
@@ -67,7 +94,7 @@ func (w *wire) receive(p []byte) (int, error) {
 	}
 	n, err := w.Conn.Read(p)
 	if n > 0 {
-		w.last.Store(int64(time.Since(w.began)))
+		w.now(&w.received)
 	}
 	return n, err
 }
@@ -114,10 +141,12 @@ func (w *wire) Write(p []byte) (int, error) {
 }
 
 func (w *wire) send(p []byte) (int, error) {
-	if idle := time.Duration(w.writeIdle.Load()); idle > 0 {
-		if err := w.SetWriteDeadline(time.Now().Add(idle)); err != nil {
-			return 0, err
-		}
+	if err := w.limitWrites(); err != nil {
+		return 0, err
 	}
-	return w.Conn.Write(p)
+	n, err := w.Conn.Write(p)
+	if n > 0 {
+		w.now(&w.sent)
+	}
+	return n, err
 }

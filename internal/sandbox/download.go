@@ -171,6 +171,18 @@ func (f *File) WriteTo(w io.Writer) (written int64, err error) {
 	}
 }
 
+// OnBreak runs what once the transfer is ended from outside, by the end of its
+// sandbox or for standing still, in a goroutine of its own: whoever takes the
+// content may be waiting elsewhere. Close and the end of the content are no break.
+// The caller calls stop, or Close.
+func (f *File) OnBreak(what func()) (stop func() bool) {
+	return context.AfterFunc(f.life, func() {
+		if !errors.Is(context.Cause(f.life), context.Canceled) {
+			what()
+		}
+	})
+}
+
 // Close ends the transfer, complete or not. It always returns nil.
 func (f *File) Close() error {
 	f.close()

@@ -73,6 +73,7 @@ func testExecEnds(t *testing.T, h *host, id string) {
 		{SandboxID: id, Cmd: "true", Env: sandbox.Env{List: []string{"A=\x00"}}},
 		{SandboxID: id, Cmd: "true", Workdir: new("\x00")},
 		{SandboxID: id, Argv: []string{"echo", strings.Repeat("x", 200<<10)}}, // E2BIG
+		{SandboxID: id, Argv: []string{"echo", strings.Repeat("x", 2<<20)}},   // more than a message to the agent
 	} {
 		_, err := h.Exec(t.Context(), req)
 		wantCode(t, err, fault.S300, "not started")

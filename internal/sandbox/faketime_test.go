@@ -7,7 +7,6 @@ import (
 	"net"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -190,33 +189,6 @@ func pass(d time.Duration) {
 	synctest.Wait()
 }
 
-// What goes through its network keeps a sandbox; one whose shim does not answer
-// has no say.
-func TestReaper_CountsTheNetwork(t *testing.T) {
-	var last atomic.Pointer[time.Time]
-	busy := &fakeVM{networkIdle: func() (time.Duration, error) { return time.Since(*last.Load()), nil }}
-	faked(t, nil, func(t *testing.T, m *sandbox.Manager) {
-		for range 2 {
-			req := sandbox.CreateRequest{Image: "python", Network: true, IdleTimeoutSecs: new(uint64(20))}
-			if _, err := m.Create(t.Context(), req); err != nil {
-				t.Fatal(err)
-			}
-		}
-		for range 10 {
-			now := time.Now()
-			last.Store(&now)
-			pass(15 * time.Second)
-		}
-		if n := len(m.List()); n != 1 {
-			t.Errorf("%d sandboxes, want the one with a busy network", n)
-		}
-		pass(35 * time.Second)
-		if n := len(m.List()); n != 0 {
-			t.Errorf("%d sandboxes after the network fell silent", n)
-		}
-	}, busy, &fakeVM{})
-}
-
 // Semantics 4.4: the reaper looks every 10 s and takes what is idle for longer
 // than its time.
 func TestReaper_EndsWhatIsIdle(t *testing.T) {
@@ -342,6 +314,29 @@ func TestReaper_SparesWhatIsBusy(t *testing.T) {
 			t.Errorf("still there: %+v", list)
 		}
 	}, &fakeVM{}, &fakeVM{read: strings.Repeat("x", 1000)})
+}
+
+// Semantics 12 #24: a program keeps its sandbox no longer than a program may run. No
+// call lasts that long; it is for a slot that was not given back.
+func TestReaper_GivesUpOnPrograms(t *testing.T) {
+	t.Parallel()
+	const minute = time.Minute
+	for _, tt := range []struct {
+		ops, execs uint32
+		idle       time.Duration
+		want       bool
+	}{
+		{0, 0, minute, false},
+		{0, 0, minute + 1, true},
+		{0, 1, minute + 1, false},
+		{0, 1, 6 * minute, false},
+		{0, 1, 6*minute + 1, true},
+		{1, 1, 60 * minute, false},
+	} {
+		if got := sandbox.Due(tt.ops, tt.execs, tt.idle, 5*minute); got != tt.want {
+			t.Errorf("%+v: %v", tt, got)
+		}
+	}
 }
 
 // A claim by the reaper and a stop of a user's meet: the VM is ended once, and

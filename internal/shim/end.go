@@ -6,10 +6,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"syscall"
 
-	"github.com/google/renameio/v2"
-
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 )
 
@@ -102,19 +102,27 @@ func (r *run) explainGuest(end *bootspec.End, words *lastWords) {
 		}
 	case asked:
 		end.Message = "the guest shut down as asked"
+	case end.ExitCode == agentlink.StatusNoAgent:
+		end.Class = bootspec.EndCrashed
+		end.Message = "the guest ended without its agent, which died, or a program restarted the guest"
 	default:
 		end.Message = "the guest powered off by itself"
 	}
 }
 
-// report writes the end to the machine directory, whole or not at all.
+// report writes the end to the machine directory, whole or not at all. It is not
+// flushed to the disk: after a crash of the host nobody asks for it.
 func (r *run) report(end bootspec.End) {
 	if !r.locked {
 		return // it may be that of another VM
 	}
 	body, err := json.Marshal(end)
+	part := r.files.End() + ".part"
 	if err == nil {
-		err = renameio.WriteFile(r.files.End(), append(body, '\n'), 0o600)
+		err = os.WriteFile(part, append(body, '\n'), 0o600)
+	}
+	if err == nil {
+		err = os.Rename(part, r.files.End())
 	}
 	if err != nil {
 		r.log.Warn("write the report of the VM's end", "error", fmt.Errorf("%s: %w", r.files.End(), err))

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	shimv1 "github.com/iii-hq/workers/sandbox-libkrun/api/shim/v1"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 )
 
@@ -188,6 +189,7 @@ func TestEndsOfTheGuest(t *testing.T) {
 	const rust = "thread '<unnamed>' (7) panicked at src/a.rs:1:2:\nno room for a kernel\nnote: run with a backtrace\nfatal runtime error, aborting\n"
 	aborted := bootspec.End{Class: bootspec.EndCrashed, Message: "VMM gave up", ExitCode: -1, Signal: int(syscall.SIGABRT)}
 	says125 := bootspec.End{Class: bootspec.EndRefused, Message: "no VM", ExitCode: 125}
+	alone := bootspec.End{Class: bootspec.EndGuest, Message: "VMM ended", ExitCode: agentlink.StatusNoAgent}
 	for _, tt := range []struct {
 		name         string
 		boot         bool
@@ -203,6 +205,8 @@ func TestEndsOfTheGuest(t *testing.T) {
 		{"early end, hostile console", false, "\x1b[2Jevil\x00\xff\u202e\n\n \n", "", guest, bootspec.EndCrashed, "[2Jevil"},
 		{"panic in the VMM's log", true, "", panicked + strings.Repeat("[ERROR init_or_kernel] call trace\n", 200), guest, bootspec.EndCrashed, "Attempted to kill init"},
 		{"early end, VMM's log", false, "", "[ERROR vstate] KVM_EXIT_INTERNAL_ERROR\n", guest, bootspec.EndCrashed, "the VMM's log ends with: [ERROR vstate] KVM_EXIT_INTERNAL_ERROR"},
+		{"dead agent", true, "agent: up\r\n", "", alone, bootspec.EndCrashed, "ended without its agent"},
+		{"dead agent during boot", false, "", "", alone, bootspec.EndCrashed, "before its agent was there"},
 		{"silent end", false, "", "", guest, bootspec.EndCrashed, "printed nothing"},
 		{"refused", false, "", "warning\nqemu: -m 99999999: out of range\n", status1, bootspec.EndRefused, "status 1: qemu: -m 99999999: out of range"},
 		{"crashed before boot", false, "Linux version\r\n", "oops\n", status1, bootspec.EndCrashed, "status 1: oops"},

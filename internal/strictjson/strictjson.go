@@ -45,12 +45,15 @@ type Decoder interface {
 // signed and unsigned integers, structs, slices, maps with string keys, pointers
 // to these, and types that are Decoders. Errors are of type *Error unless a
 // Decoder returned another. On error v is partly set.
+//
+// It takes hardly more memory than what it decodes: parts of the document are
+// looked at where they are, and what v has no field for is passed over.
 func Unmarshal(data []byte, v any) error {
-	var raw json.RawMessage
-	if err := json.Unmarshal(data, &raw); err != nil {
-		return &Error{Problem: fmt.Sprintf("is not JSON: %v", err)}
+	if !json.Valid(data) {
+		var raw json.RawMessage
+		return &Error{Problem: fmt.Sprintf("is not JSON: %v", json.Unmarshal(data, &raw))}
 	}
-	return Decode(raw, "", v)
+	return Decode(data, "", v)
 }
 
 // Decode is Unmarshal for a part of a document that is known to be JSON; path is
@@ -120,10 +123,7 @@ func decodeString(raw json.RawMessage, path string, v reflect.Value) error {
 	if Kind(raw) != "a string" {
 		return Expected("a string", raw, path)
 	}
-	var s string
-	if err := json.Unmarshal(raw, &s); err != nil {
-		return err
-	}
+	s := unquote(raw)
 	// encoding/json puts U+FFFD where there is no character.
 	if strings.ContainsRune(s, utf8.RuneError) && !validUnicode(raw) {
 		return &Error{Path: path, Problem: "is not valid Unicode"}
@@ -179,27 +179,29 @@ func decodeSlice(raw json.RawMessage, path string, v reflect.Value) error {
 	if Kind(raw) != "an array" {
 		return Expected("an array", raw, path)
 	}
-	var items []json.RawMessage
-	if err := json.Unmarshal(raw, &items); err != nil {
-		return err
+	length := 0
+	for range elements(raw) {
+		length++
 	}
-	out := reflect.MakeSlice(v.Type(), len(items), len(items))
-	for i, item := range items {
-		if err := decode(item, path+"["+strconv.Itoa(i)+"]", out.Index(i)); err != nil {
-			return err
+	out := reflect.MakeSlice(v.Type(), length, length)
+	i := 0
+	for item := range elements(raw) {
+		if decode(item, path, out.Index(i)) != nil {
+			// Once more, for its place: made for each, they would take more than the items.
+			return decode(item, path+"["+strconv.Itoa(i)+"]", out.Index(i))
 		}
+		i++
 	}
 	v.Set(out)
 	return nil
 }
 
 func decodeMap(raw json.RawMessage, path string, v reflect.Value) error {
-	members, err := objectOf(raw, path)
-	if err != nil {
-		return err
+	if Kind(raw) != "an object" {
+		return Expected("an object", raw, path)
 	}
-	out := reflect.MakeMapWithSize(v.Type(), len(members))
-	for key, member := range members {
+	out := reflect.MakeMap(v.Type())
+	for key, member := range members(raw) {
 		value := reflect.New(v.Type().Elem()).Elem()
 		if err := decode(member, path+"["+strconv.Quote(key)+"]", value); err != nil {
 			return err
@@ -211,17 +213,26 @@ func decodeMap(raw json.RawMessage, path string, v reflect.Value) error {
 }
 
 func decodeStruct(raw json.RawMessage, path string, v reflect.Value) error {
-	members, err := objectOf(raw, path)
-	if err != nil {
-		return err
+	if Kind(raw) != "an object" {
+		return Expected("an object", raw, path)
 	}
+	fields := map[string]int{}
 	for i := range v.NumField() {
+		name, _, _ := strings.Cut(v.Type().Field(i).Tag.Get("json"), ",")
+		fields[name] = i
+	}
+	given := make([]json.RawMessage, v.NumField())
+	for key, member := range members(raw) {
+		if i, known := fields[key]; known {
+			given[i] = member
+		}
+	}
+	for i, member := range given {
 		field := v.Type().Field(i)
 		name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
-		member, given := members[name]
 		at := join(path, name)
 		switch {
-		case given:
+		case member != nil:
 			if err := decode(member, at, v.Field(i)); err != nil {
 				return err
 			}
@@ -237,15 +248,6 @@ func join(path, name string) string {
 		return name
 	}
 	return path + "." + name
-}
-
-func objectOf(raw json.RawMessage, path string) (map[string]json.RawMessage, error) {
-	if Kind(raw) != "an object" {
-		return nil, Expected("an object", raw, path)
-	}
-	var members map[string]json.RawMessage
-	err := json.Unmarshal(raw, &members)
-	return members, err
 }
 
 func decodeInteger(raw json.RawMessage, path string, v reflect.Value) error {

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"reflect"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -150,4 +151,27 @@ func FuzzUnmarshal(f *testing.F) {
 			t.Fatalf("%q: accepted, but %v", data, err)
 		}
 	})
+}
+
+// What a document has many of is not copied over and over: callers choose it. Not
+// parallel, as it counts what the process allocates.
+func TestUnmarshal_TakesLittleMemory(t *testing.T) {
+	for name, text := range map[string]string{
+		"items":  `{"name":"a","words":["","\u0061"` + strings.Repeat(`,""`, 300_000) + `]}`,
+		"fields": `{"name":"a"` + strings.Repeat(`,"x":[{}]`, 100_000) + `}`,
+		"depth":  `{"name":"a","x":` + strings.Repeat(`{"x":`, 9000) + `1` + strings.Repeat(`}`, 9000) + `}`,
+		"text":   `{"name":"` + strings.Repeat("x", 1<<20) + `"}`,
+	} {
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		var got document
+		err := strictjson.Unmarshal([]byte(text), &got)
+		runtime.ReadMemStats(&after)
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if took := int(after.TotalAlloc - before.TotalAlloc); took > 8*len(text) {
+			t.Errorf("%s: %d bytes took %d", name, len(text), took)
+		}
+	}
 }

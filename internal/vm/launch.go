@@ -78,7 +78,8 @@ func (l *Launcher) Launch(ctx context.Context, req Request) (_ *Machine, err err
 	if err := spec.Validate(); err != nil {
 		return nil, fmt.Errorf("vm request: %w", err)
 	}
-	if err := saveSpec(dir.Spec(), spec); err != nil {
+	// Neither whole nor on the disk for sure: a part goes with the directory.
+	if err := writeSpec(dir.Spec(), spec, os.WriteFile); err != nil {
 		return nil, err
 	}
 
@@ -179,12 +180,12 @@ func newSpec(dir *machineDir, req Request) (*bootspec.Spec, error) {
 	return spec, nil
 }
 
-func saveSpec(path string, spec *bootspec.Spec) error {
+func writeSpec(path string, spec *bootspec.Spec, write func(string, []byte, os.FileMode) error) error {
 	body, err := json.MarshalIndent(spec.Redacted(), "", "  ")
 	if err != nil {
 		return err
 	}
-	return renameio.WriteFile(path, append(body, '\n'), 0o600)
+	return write(path, append(body, '\n'), 0o600)
 }
 
 // bootError describes a boot that failed, and keeps its spec unless the caller
@@ -216,7 +217,10 @@ func (l *Launcher) keepSpec(spec *bootspec.Spec) (string, error) {
 		return "", err
 	}
 	path := l.roots.FailedSpec(spec.ID)
-	if err := saveSpec(path, spec); err != nil {
+	err := writeSpec(path, spec, func(path string, body []byte, mode os.FileMode) error {
+		return renameio.WriteFile(path, body, mode)
+	})
+	if err != nil {
 		return "", err
 	}
 	entries, err := os.ReadDir(dir)

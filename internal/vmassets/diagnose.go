@@ -26,7 +26,7 @@ const (
 type Finding struct {
 	// Name says what was checked, in a word or two.
 	Name string
-	// OK is false where VMs under emulation cannot boot before the fix is done.
+	// OK is false where VMs cannot boot before the fix is done.
 	OK bool
 	// Finding is what was seen, Fix what to do about it. With OK, Fix may still
 	// say how to get more out of the host; it may be empty.
@@ -34,19 +34,27 @@ type Finding struct {
 }
 
 // Diagnose checks what VMs need on this host, in the order in which a person
-// would set it up. dir is layout.Roots.VMM(). It changes nothing but the cache
-// in dir, and takes about a second at most where nothing hangs.
-func Diagnose(ctx context.Context, dir string, getenv func(string) string) []Finding {
+// would set it up. vmm is what is to run them: "qemu" or "libkrun"; any other is
+// whichever can. dir is layout.Roots.VMM(). It changes nothing but the cache in
+// dir, and takes about a second at most where nothing hangs.
+func Diagnose(ctx context.Context, dir, vmm string, getenv func(string) string) []Finding {
 	kernel, kernelFinding := diagnoseKernel(dir, getenv)
 	agent, agentFinding := diagnoseAgent(getenv)
+	virtualization := diagnoseVirtualization()
 	libkrun, ready := diagnoseLibkrun(dir, getenv)
+	if vmm == "libkrun" && !ready {
+		libkrun.OK, virtualization.OK = false, HardwareVirtualization() == nil
+		if libkrun.Fix == "" {
+			libkrun.Fix = "see hardware virtualization, or take --vmm qemu"
+		}
+	}
 	emulation := []Finding{diagnoseQEMU(ctx, getenv), kernelFinding, diagnoseInitramfs(ctx, kernel, agent), diagnoseTSC(dir)}
-	if ready {
+	if vmm == "libkrun" || ready && vmm != "qemu" {
 		for i := range emulation {
 			emulation[i] = emulation[i].unneeded()
 		}
 	}
-	findings := []Finding{diagnoseVirtualization(), libkrun, agentFinding, diagnoseShim(dir, getenv), diagnoseSpace(dir)}
+	findings := []Finding{virtualization, libkrun, agentFinding, diagnoseShim(dir, getenv), diagnoseSpace(dir)}
 	return append(findings, emulation...)
 }
 

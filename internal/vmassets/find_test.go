@@ -73,7 +73,7 @@ func TestDiagnose(t *testing.T) {
 		}
 		return m
 	}
-	bare := names(vmassets.Diagnose(t.Context(), filepath.Join(privateDir(t), "not", "there"), env()))
+	bare := names(vmassets.Diagnose(t.Context(), filepath.Join(privateDir(t), "not", "there"), "", env()))
 	for name, fix := range map[string]string{
 		"qemu": "qemu-system-x86", "guest kernel": "adapter vmm setup", "guest agent": "make build", "initramfs": "see there",
 		"krun-shim": "III_KRUN_SHIM",
@@ -95,7 +95,7 @@ func TestDiagnose(t *testing.T) {
 	for version, ok := range map[string]bool{"7.2.22 (Debian 1:7.2)": true, "10.0.2": true, "7.1.0": false, "new": false} {
 		qemu := filepath.Join(t.TempDir(), "qemu")
 		writeFile(t, qemu, []byte("#!/bin/sh\necho 'QEMU emulator version "+version+"'\n"), 0o755)
-		whole := names(vmassets.Diagnose(t.Context(), dir, env("III_QEMU", qemu, "III_GUEST_AGENT", agentFile(t, "agent"))))
+		whole := names(vmassets.Diagnose(t.Context(), dir, "", env("III_QEMU", qemu, "III_GUEST_AGENT", agentFile(t, "agent"))))
 		if f := whole["qemu"]; f.OK != ok || !strings.Contains(f.Finding, version) {
 			t.Errorf("QEMU %s: %+v", version, f)
 		}
@@ -109,10 +109,15 @@ func TestDiagnose(t *testing.T) {
 	writeFile(t, broken, []byte("#!/bin/sh\nexit 127\n"), 0o755)
 	script := filepath.Join(t.TempDir(), "agent")
 	writeFile(t, script, []byte("#!/bin/sh\n"), 0o755)
-	wrong := names(vmassets.Diagnose(t.Context(), dir, env("III_QEMU", broken, "III_GUEST_AGENT", script, "III_KRUN_SHIM", dir)))
+	wrong := names(vmassets.Diagnose(t.Context(), dir, "", env("III_QEMU", broken, "III_GUEST_AGENT", script, "III_KRUN_SHIM", dir)))
 	if wrong["qemu"].OK || wrong["guest agent"].OK || wrong["initramfs"].OK || wrong["krun-shim"].OK {
 		t.Errorf("broken programs pass: %+v", wrong)
 	}
+	// libkrun alone, where it is not or cannot be: what QEMU needs does not count.
+	alone := names(vmassets.Diagnose(t.Context(), dir, "libkrun", env("III_QEMU", broken, "III_LIBKRUN_PATH", t.TempDir())))
+	if alone["libkrun"].OK || !alone["qemu"].OK || alone["hardware virtualization"].OK != (vmassets.HardwareVirtualization() == nil) {
+		t.Errorf("with libkrun asked for: %+v", alone)
+	}
 	none := filepath.Join(dir, "none")
-	names(vmassets.Diagnose(t.Context(), dir, env("III_QEMU", none, "III_GUEST_AGENT", none, "III_KRUN_SHIM", none)))
+	names(vmassets.Diagnose(t.Context(), dir, "", env("III_QEMU", none, "III_GUEST_AGENT", none, "III_KRUN_SHIM", none)))
 }

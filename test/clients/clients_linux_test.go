@@ -20,12 +20,18 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm/vmtest"
 	"github.com/iii-hq/workers/sandbox-libkrun/test/nodesdk"
+	"github.com/iii-hq/workers/sandbox-libkrun/test/pythonsdk"
+	"github.com/iii-hq/workers/sandbox-libkrun/test/rustsdk"
+	"github.com/iii-hq/workers/sandbox-libkrun/test/sdk"
 )
 
 //go:embed functions.mjs
-var functionsScript string
+var nodeScript string
 
-// patience bounds all of a test.
+//go:embed functions.py
+var pythonScript string
+
+// patience bounds each step: a build, a client's run.
 const patience = 5 * time.Minute
 
 // configuration is the adapter's entry. Two sandboxes and one program in each
@@ -38,16 +44,13 @@ const configuration = `{
 	"default_memory_mb": 256
 }`
 
-// TestNodeUsesEveryFunction ends with a sandbox still there, which has to go with
-// the adapter.
-func TestNodeUsesEveryFunction(t *testing.T) {
+// TestClientsUseEveryFunction has clients of one language after the other use the
+// same adapter. The last ends with a sandbox still there, which has to go with it.
+func TestClientsUseEveryFunction(t *testing.T) {
 	t.Parallel()
 	machine := vmtest.QEMU(t)
-	nodesdk.Install(t)
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	defer cancel()
 	dir := t.TempDir()
-	build(ctx, t, dir, "./cmd/adapter", "./test/cmd/engine")
+	build(t, dir, "./cmd/adapter", "./test/cmd/engine")
 	entry := filepath.Join(dir, "configuration.json")
 	if err := os.WriteFile(entry, []byte(configuration), 0o600); err != nil {
 		t.Fatal(err)
@@ -62,9 +65,18 @@ func TestNodeUsesEveryFunction(t *testing.T) {
 	url := strings.TrimPrefix(strings.TrimSpace(line), "listening on ")
 	roots := machine.Roots(t)
 	adapter := start(t, filepath.Join(dir, "adapter"), environment(t, machine, roots, url), "serve", "--verbose")
-	awaitRegistered(ctx, t, url, adapter)
+	awaitRegistered(t, url, adapter)
 
-	nodesdk.Run(ctx, t, functionsScript, "III_URL="+url, "IMAGE=busybox", "MARK="+mark)
+	variables := []string{"III_URL=" + url, "IMAGE=busybox", "MARK=" + mark}
+	t.Run("python", func(t *testing.T) {
+		run(t, pythonsdk.Command(pythonsdk.Install(t), pythonScript, variables...))
+	})
+	t.Run("rust", func(t *testing.T) {
+		run(t, rustsdk.Command(rustsdk.Install(t), variables...))
+	})
+	t.Run("node", func(t *testing.T) {
+		run(t, nodesdk.Command(nodesdk.Install(t), nodeScript, variables...))
+	})
 
 	adapter.end(t)
 	engine.end(t)
@@ -77,6 +89,14 @@ func TestNodeUsesEveryFunction(t *testing.T) {
 	if !strings.Contains(adapter.stderr.String(), "function=sandbox-libkrun::fs::write") {
 		t.Errorf("the adapter did not log its calls: %s", &adapter.stderr)
 	}
+}
+
+// run runs a client to its end.
+func run(t *testing.T, client *exec.Cmd) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	sdk.Run(ctx, t, client)
 }
 
 // environment is the adapter's.
@@ -96,8 +116,10 @@ func environment(t *testing.T, machine *vmtest.Host, roots layout.Roots, url str
 }
 
 // build makes programs of this tree.
-func build(ctx context.Context, t *testing.T, dir string, packages ...string) {
+func build(t *testing.T, dir string, packages ...string) {
 	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
 	cmd := exec.CommandContext(ctx, "go", append([]string{"build", "-tags", "grpcnotrace", "-o", dir + "/"}, packages...)...)
 	cmd.Dir = "../.."
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -108,8 +130,10 @@ func build(ctx context.Context, t *testing.T, dir string, packages ...string) {
 
 // awaitRegistered waits until the adapter answers a call. Calls of what is not
 // there yet are refused at once.
-func awaitRegistered(ctx context.Context, t *testing.T, url string, adapter *process) {
+func awaitRegistered(t *testing.T, url string, adapter *process) {
 	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
 	client, err := iii.Open(iii.Options{URL: url, Name: "waits", Log: vmtest.Logger(t)})
 	if err != nil {
 		t.Fatal(err)

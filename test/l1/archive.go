@@ -16,6 +16,7 @@ import (
 )
 
 // initScript is the machine's first program; %s are variables and the command.
+// Before anything else makes a VM there is one that stays (see Machine.build).
 const initScript = `#!/bin/busybox sh
 /bin/busybox --install -s /bin
 export PATH=/opt:/bin HOME=/root TERM=linux
@@ -27,6 +28,10 @@ mount -t tmpfs -o size=75%% none /tmp
 mount -t tmpfs -o size=75%% none /run
 for module in /modules/*.ko; do insmod "$module"; done
 ifconfig lo up
+mkfifo /run/anchor
+/anchor >/run/anchor &
+read said </run/anchor
+[ "$said" = held ] || echo "l1: $said"
 %s
 cd /tmp
 cat >/tmp/command <<'END-OF-COMMAND'
@@ -43,8 +48,8 @@ type archive struct {
 	dirs map[string]bool
 }
 
-// writeArchive makes the initramfs of the machine.
-func (m *Machine) writeArchive(file io.Writer, d debian) error {
+// writeArchive makes the initramfs of the machine; anchor is that program.
+func (m *Machine) writeArchive(file io.Writer, d debian, anchor string) error {
 	a := &archive{w: cpio.NewWriter(file), dirs: map[string]bool{}}
 	for _, dir := range []string{"proc", "sys", "dev", "tmp", "run", "root", "bin", "etc"} {
 		if err := a.dir(dir); err != nil {
@@ -52,7 +57,7 @@ func (m *Machine) writeArchive(file io.Writer, d debian) error {
 		}
 	}
 	files := maps.Clone(m.Files)
-	files["bin/busybox"] = d.busybox
+	files["bin/busybox"], files["anchor"] = d.busybox, anchor
 	for i, module := range d.modules {
 		files[fmt.Sprintf("modules/%02d-%s", i, filepath.Base(module))] = module
 	}

@@ -66,13 +66,17 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 	if err != nil {
 		return 0, err
 	}
+	anchor, err := m.build(ctx)
+	if err != nil {
+		return 0, err
+	}
 	// QEMU has it open as file 3; a name would be left behind by a kill.
 	archive, err := os.CreateTemp(m.Cache, "l1-*")
 	if err != nil {
 		return 0, err
 	}
 	defer func() { _ = archive.Close() }()
-	if err := errors.Join(os.Remove(archive.Name()), m.writeArchive(archive, debian)); err != nil {
+	if err := errors.Join(os.Remove(archive.Name()), m.writeArchive(archive, debian, anchor)); err != nil {
 		return 0, err
 	}
 	running, ended := archive.Name()+".log", filepath.Join(m.Cache, KernelLog)
@@ -83,6 +87,21 @@ func (m *Machine) Run(ctx context.Context, out io.Writer) (int, error) {
 		return 0, fmt.Errorf("%w\n--- end of %s:\n%s", err, ended, lastLines(log))
 	}
 	return status, nil
+}
+
+// build makes the program that keeps a VM. Without one KVM's first VM, and the end
+// of the last, have the machine's kernel rewrite code of its scheduler. QEMU before
+// 8.1 may translate such code while another emulated CPU writes to it, and go on
+// with what it was before: the breakpoint that guards the change, for ever, or code
+// that tells KVM no more when a guest has to leave the CPU.
+func (m *Machine) build(ctx context.Context) (string, error) {
+	path := filepath.Join(m.Cache, "anchor")
+	build := exec.CommandContext(ctx, "go", "build", "-o", path, "github.com/iii-hq/workers/sandbox-libkrun/test/l1/anchor")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("build the program that keeps a VM: %w\n%s", err, out)
+	}
+	return path, nil
 }
 
 // boot runs QEMU. The command's terminal is the first serial port, the kernel's

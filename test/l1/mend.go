@@ -16,40 +16,54 @@ var errUnknownQEMU = errors.New("its code is not that of Debian 12's QEMU")
 // anyByte stands for a byte of the code that differs from build to build.
 const anyByte = -1
 
-// injection is QEMU's code for VMRUN with an interrupt to inject, as compiled for
-// Debian 12 from helper_vmrun in target/i386/tcg/sysemu/svm_helper.c. Its second
-// store, at injectionStore, is one too many: it leaves the interrupt's vector
-// behind as a pending exception although the interrupt was delivered. When
-// another thread of QEMU then wants the CPU, which is at every tick of a clock,
-// and the CPU is just looking for work, that exception is delivered too: the
-// guest gets its interrupt a second time, in the midst of the handler and with
-// interrupts off, and deadlocks or dies.
-func injection() []int {
-	code := []int{0x44, 0x89, 0xab, anyByte, anyByte, anyByte, anyByte} // mov %r13d, error_code
-	code = append(code, 0x89, 0xb3, anyByte, anyByte, 0xff, 0xff)       // mov %esi, exception_index
-	code = append(code, 0xc7, 0x83, anyByte, anyByte, anyByte, anyByte, // movl $0, exception_is_int
-		0, 0, 0, 0)
-	code = append(code, 0x48, 0xc7, 0x83, anyByte, anyByte, anyByte, anyByte, // movq $-1, exception_next_eip
-		0xff, 0xff, 0xff, 0xff)
-	code = append(code, 0xf6, 0x05, anyByte, anyByte, anyByte, anyByte, 2) // testb $2, loglevel
-	code = append(code, 0x0f, 0x85, anyByte, anyByte, anyByte, anyByte)    // jne
-	return append(code, 0xba, 1, 0, 0, 0,                                  // mov $1, %edx
-		0x48, 0x89, 0xdf, // mov %rbx, %rdi
-		0xe8) // call do_interrupt_x86_hardirq
+// fault is a wrong instruction of QEMU and the right one of the same length, with the
+// code around it that tells it from others. Each anyByte of right is that of wrong.
+type fault struct{ before, wrong, after, right []int }
+
+// faults are those of QEMU 7.2's helper_vmrun in target/i386/tcg/sysemu/svm_helper.c,
+// as compiled for Debian 12.
+func faults() []fault {
+	const x = anyByte
+	return []fault{
+		// VMRUN with an interrupt to inject leaves the interrupt's vector behind as a
+		// pending exception although it was delivered. When another thread of QEMU
+		// then wants the CPU, which is at every tick of a clock, and the CPU is just
+		// looking for work, that exception is delivered too: the guest gets its
+		// interrupt a second time, in the midst of the handler and with interrupts
+		// off, and deadlocks or dies.
+		{
+			before: []int{0x44, 0x89, 0xab, x, x, x, x}, // mov %r13d, error_code
+			wrong:  []int{0x89, 0xb3, x, x, 0xff, 0xff}, // mov %esi, exception_index
+			after: []int{
+				0xc7, 0x83, x, x, x, x, 0, 0, 0, 0, // movl $0, exception_is_int
+				0x48, 0xc7, 0x83, x, x, x, x, 0xff, 0xff, 0xff, 0xff, // movq $-1, exception_next_eip
+				0xf6, 0x05, x, x, x, x, 2, // testb $2, loglevel
+				0x0f, 0x85, x, x, x, x, // jne
+				0xba, 1, 0, 0, 0, // mov $1, %edx
+				0x48, 0x89, 0xdf, // mov %rbx, %rdi
+				0xe8, // call do_interrupt_x86_hardirq
+			},
+			right: []int{0x66, 0x0f, 0x1f, 0x44, 0, 0}, // nop
+		},
+		// VMRUN with a virtual interrupt pending adds that to the CPU's requests
+		// without a lock: a request that another thread makes meanwhile is lost. When
+		// that is the tick of a CPU's clock, which asks for the next one itself, the
+		// CPU stands still.
+		{
+			before: []int{0x39, 0xf9, 0x72, 0x0e, 0x85, 0xf6, 0x74, 0x0a}, // cmp, jb, test, je: whether one is pending
+			wrong:  []int{0x81, 0x8b, x, x, x, x, 0, 1, 0, 0},             // orl $0x100, interrupt_request
+			right:  []int{0xf0, 0x0f, 0xba, 0xab, x, x, x, x, 8, 0x90},    // lock btsl $8, interrupt_request; nop
+		},
+	}
 }
 
-// injectionStore is where in injection the wrong store is, and nothing what
-// takes its place: an instruction that does nothing.
-const injectionStore = 7
-
-func nothing() []byte { return []byte{0x66, 0x0f, 0x1f, 0x44, 0, 0} }
-
-// findStore returns where in a QEMU program the wrong store is.
-func findStore(program []byte) (int64, error) {
-	code := injection()
+// find returns where in a QEMU program the wrong instruction is.
+func (f fault) find(program []byte) (int64, error) {
+	code := slices.Concat(f.before, f.wrong, f.after)
+	first := []byte{byte(code[0]), byte(code[1]), byte(code[2])} // never anyByte
 	found := int64(-1)
 	for at := 0; ; at++ {
-		next := bytes.Index(program[at:], []byte{byte(code[0]), byte(code[1]), byte(code[2])})
+		next := bytes.Index(program[at:], first)
 		if next < 0 || at+next+len(code) > len(program) {
 			break
 		}
@@ -61,7 +75,7 @@ func findStore(program []byte) (int64, error) {
 		if found >= 0 {
 			return 0, errUnknownQEMU
 		}
-		found = int64(at) + injectionStore
+		found = int64(at + len(f.before))
 	}
 	if found < 0 {
 		return 0, errUnknownQEMU
@@ -69,16 +83,31 @@ func findStore(program []byte) (int64, error) {
 	return found, nil
 }
 
-// mend takes the wrong store out of a running QEMU, a child of this process that
-// has not emulated a VMRUN yet: its file stays as it is. The error is
-// errUnknownQEMU if there is no such store in it.
+// mended is the right instruction in the place of that wrong one.
+func (f fault) mended(wrong []byte) []byte {
+	var operands []byte
+	for i, b := range f.wrong {
+		if b == anyByte {
+			operands = append(operands, wrong[i])
+		}
+	}
+	var code []byte
+	for _, b := range f.right {
+		if b == anyByte {
+			b = int(operands[0])
+			operands = operands[1:]
+		}
+		code = append(code, byte(b))
+	}
+	return code
+}
+
+// mend takes the faults out of a running QEMU, a child of this process that has not
+// emulated a VMRUN yet: its file stays as it is. The error is errUnknownQEMU, and
+// nothing is changed, if one of them is not in it.
 func mend(pid int) (err error) {
 	proc := fmt.Sprintf("/proc/%d/", pid)
 	program, err := os.ReadFile(proc + "exe")
-	if err != nil {
-		return err
-	}
-	offset, err := findStore(program)
 	if err != nil {
 		return err
 	}
@@ -90,17 +119,29 @@ func mend(pid int) (err error) {
 	if err != nil {
 		return err
 	}
-	address, err := addressOf(string(maps), path, offset)
-	if err != nil {
-		return err
+	patches := map[int64][]byte{}
+	for _, f := range faults() {
+		offset, err := f.find(program)
+		if err != nil {
+			return err
+		}
+		address, err := addressOf(string(maps), path, offset)
+		if err != nil {
+			return err
+		}
+		patches[address] = f.mended(program[offset : offset+int64(len(f.wrong))])
 	}
 	memory, err := os.OpenFile(proc+"mem", os.O_RDWR, 0)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, memory.Close()) }()
-	_, err = memory.WriteAt(nothing(), address)
-	return err
+	for address, right := range patches {
+		if _, err := memory.WriteAt(right, address); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // addressOf is where the byte at an offset of a program's code is in a process

@@ -15,34 +15,35 @@ import (
 )
 
 // sample is the code that is looked for, with fill where builds differ.
-func sample(fill byte) []byte {
-	var code []byte
-	for _, b := range l1.Injection() {
-		if b < 0 {
-			b = int(fill)
-		}
-		code = append(code, byte(b))
-	}
-	return code
+func sample(f l1.Fault, fill byte) []byte {
+	before, wrong, after := f.Code(fill)
+	return slices.Concat(before, wrong, after)
 }
 
-func TestFindsTheStoreInOneProgramAlone(t *testing.T) {
+func TestFindsEachFaultInOneProgramAlone(t *testing.T) {
 	t.Parallel()
-	// A beginning that goes on otherwise, the code, and another at the very end.
-	noise := append(slices.Repeat([]byte{0x44, 0x89, 0xab}, 20), sample(1)[:30]...)
-	program := slices.Concat(noise, sample(7), noise)
-	at, err := l1.FindStore(program)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if want := int64(len(noise) + l1.InjectionStore); at != want {
-		t.Errorf("found at %d, want %d", at, want)
-	}
-	for name, other := range map[string][]byte{
-		"none": noise, "empty": nil, "two": slices.Concat(sample(1), noise, sample(2)), "cut": sample(3)[:40],
-	} {
-		if at, err := l1.FindStore(other); !errors.Is(err, l1.ErrUnknownQEMU) {
-			t.Errorf("%s: %d, %v", name, at, err)
+	for i, f := range l1.Faults() {
+		before, wrong, _ := f.Code(7)
+		// A beginning that goes on otherwise, the code, and another at the very end.
+		noise := append(slices.Repeat(before[:3], 20), sample(f, 1)[:len(before)+2]...)
+		program := slices.Concat(noise, sample(f, 7), noise)
+		at, err := f.Find(program)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := int64(len(noise) + len(before)); at != want {
+			t.Errorf("fault %d: found at %d, want %d", i, at, want)
+		}
+		right := f.Mended(wrong)
+		if len(right) != len(wrong) || bytes.Equal(right, wrong) {
+			t.Errorf("fault %d: % x in the place of % x", i, right, wrong)
+		}
+		for name, other := range map[string][]byte{
+			"none": noise, "empty": nil, "two": slices.Concat(sample(f, 1), noise, sample(f, 2)), "cut": sample(f, 3)[:len(before)+len(wrong)-1],
+		} {
+			if at, err := f.Find(other); !errors.Is(err, l1.ErrUnknownQEMU) {
+				t.Errorf("fault %d: %s: %d, %v", i, name, at, err)
+			}
 		}
 	}
 }
@@ -98,28 +99,32 @@ func TestMendsARunningQEMU(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	offset, err := l1.FindStore(program)
-	if err != nil {
-		t.Fatal(err)
-	}
-	address, err := l1.AddressOf(string(maps), file, offset)
-	if err != nil {
-		t.Fatal(err)
-	}
 	memory, err := os.Open(proc + "mem")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = memory.Close() }()
-	// The instruction before, the one in question, and the one behind.
-	want := program[offset-l1.InjectionStore : offset+16]
-	copy(want[l1.InjectionStore:], l1.Nothing())
-	got := make([]byte, len(want))
-	if _, err := memory.ReadAt(got, address-l1.InjectionStore); err != nil {
-		t.Fatal(err)
-	}
-	if !bytes.Equal(got, want) {
-		t.Errorf("the code is % x, want % x", got, want)
+	for i, f := range l1.Faults() {
+		offset, err := f.Find(program)
+		if err != nil {
+			t.Fatal(err)
+		}
+		address, err := l1.AddressOf(string(maps), file, offset)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The instruction in question, between what is before and behind.
+		_, wrong, _ := f.Code(0)
+		const around = 7
+		want := slices.Clone(program[offset-around : offset+int64(len(wrong))+around])
+		copy(want[around:], f.Mended(want[around:around+len(wrong)]))
+		got := make([]byte, len(want))
+		if _, err := memory.ReadAt(got, address-around); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, want) {
+			t.Errorf("fault %d: the code is % x, want % x", i, got, want)
+		}
 	}
 }
 

@@ -6,10 +6,7 @@ package nodesdk
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	_ "embed"
-	"encoding/hex"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -21,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/flock"
+	"github.com/iii-hq/workers/sandbox-libkrun/test/sdk"
 )
 
 //go:embed package.json
@@ -33,24 +30,11 @@ var lockfile []byte
 //go:embed worker.mjs
 var workerScript string
 
-// installTimeout bounds the download of the packages.
-const installTimeout = 5 * time.Minute
-
-// require is the variable that makes it a failure, where it is "1", when the
-// packages cannot be installed or there is no Node.
-const require = "III_TEST_NODE"
-
-// Install is Prepare for a test, which it skips where Prepare fails.
+// Install is Prepare for a test, which it skips where Prepare fails, or with
+// III_TEST_SDKS=1 lets fail.
 func Install(t testing.TB) string {
 	t.Helper()
-	dir, err := Prepare(t.Context())
-	if err != nil {
-		if os.Getenv(require) == "1" {
-			t.Fatalf("%s=1, but: %v", require, err)
-		}
-		t.Skipf("SKIPPED: the iii-sdk of npm: %v", err)
-	}
-	return dir
+	return sdk.Install(t, "Node", Prepare)
 }
 
 // Prepare returns a directory whose node_modules has the packages, downloaded once
@@ -62,70 +46,22 @@ func Prepare(ctx context.Context) (string, error) {
 			return "", fmt.Errorf("%s is not installed", program)
 		}
 	}
-	top, err := topDir()
-	if err != nil {
-		return "", err
-	}
-	cache := filepath.Join(top, ".cache", "node")
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return "", err
-	}
-	sum := sha256.Sum256(lockfile)
-	dir := filepath.Join(cache, hex.EncodeToString(sum[:8]))
-	ctx, cancel := context.WithTimeout(ctx, installTimeout)
-	defer cancel()
-	lock, err := flock.Open(filepath.Join(cache, "lock"))
-	if err != nil {
-		return "", err
-	}
-	defer func() { _ = flock.Unlock(lock) }()
-	if err := flock.Wait(ctx, lock, flock.Exclusive); err != nil {
-		return "", err
-	}
-	if _, err := os.Stat(dir); err == nil {
-		return dir, nil
-	}
-	return dir, download(ctx, dir, filepath.Join(cache, "npm"))
+	return sdk.Dir(ctx, "node", download, lockfile)
 }
 
-// download fills dir, which appears whole or not at all.
-func download(ctx context.Context, dir, npmCache string) error {
-	part := dir + ".part"
-	if err := os.RemoveAll(part); err != nil {
-		return err
-	}
-	if err := os.Mkdir(part, 0o755); err != nil {
-		return err
-	}
+// download fills dir.
+func download(ctx context.Context, dir string) error {
 	for name, text := range map[string][]byte{"package.json": manifest, "package-lock.json": lockfile} {
-		if err := os.WriteFile(filepath.Join(part, name), text, 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o644); err != nil {
 			return err
 		}
 	}
-	npm := exec.CommandContext(ctx, "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--cache", npmCache)
-	npm.Dir = part
+	npm := exec.CommandContext(ctx, "npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--cache", filepath.Join(filepath.Dir(dir), "npm"))
+	npm.Dir = dir
 	if out, err := npm.CombinedOutput(); err != nil {
 		return fmt.Errorf("npm ci: %w\n%s", err, out)
 	}
-	return os.Rename(part, dir)
-}
-
-// topDir is the directory of go.mod.
-func topDir() (string, error) {
-	dir, err := os.Getwd()
-	if err != nil {
-		return "", err
-	}
-	for {
-		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
-			return dir, nil
-		}
-		parent := filepath.Dir(dir)
-		if parent == dir {
-			return "", errors.New("not inside the project")
-		}
-		dir = parent
-	}
+	return nil
 }
 
 // Command makes a Node program of the text of a module, which may import the
@@ -140,21 +76,6 @@ func Command(dir, script string, env ...string) *exec.Cmd {
 // Worker makes the program of StartWorker. It ends when its standard input does.
 func Worker(dir, url, name string) *exec.Cmd {
 	return Command(dir, workerScript, "III_URL="+url, "III_WORKER_NAME="+name)
-}
-
-// Run runs a program of Command to its end, at the latest that of ctx. What it
-// prints goes to the test's log; the test fails when the program does.
-func Run(ctx context.Context, t testing.TB, script string, env ...string) {
-	t.Helper()
-	cmd := Command(Install(t), script, env...)
-	cmd.Stdout, cmd.Stderr = t.Output(), t.Output()
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })()
-	if err := cmd.Wait(); err != nil {
-		t.Errorf("the node program: %v", errors.Join(err, ctx.Err()))
-	}
 }
 
 // StartWorker starts a Node process that connects to the engine at url as the

@@ -13,8 +13,8 @@
 //
 // Every call ends at its deadline or when its client goes away, also when the
 // guest's file system does not answer; what a call was doing then is undone as
-// the call says. The agent runs at most 128 of these calls at a time, others
-// wait.
+// the call says. The agent runs at most 64 ReadFile, 64 WriteFile and 128 other
+// calls at a time; others wait, for 30 s without an end of any.
 //
 // Errors: a call that fails because of the request or of the file system ends
 // with status FAILED_PRECONDITION and one FileError as its detail. Any other

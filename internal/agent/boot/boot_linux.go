@@ -52,7 +52,8 @@ type Guest struct {
 	// env is never closed: the host may treat that as the guest's end, and some
 	// VMMs crash when a port is opened again.
 	env *port
-	// old is the root before the switch, where the disks are mounted.
+	// old is the root before the switch, where the disks are mounted. It is open
+	// from the start to the end.
 	old     *os.File
 	modules modules
 }
@@ -68,13 +69,19 @@ type Guest struct {
 func Boot(ctx context.Context, log *slog.Logger) (*Guest, error) {
 	g := &Guest{log: log}
 	unix.Umask(0o022)
+	var err error
+	if g.old, err = os.Open("/"); err != nil {
+		return nil, fmt.Errorf("open the first root: %w", err)
+	}
+	if err := g.tellStatus(agentlink.StatusNoAgent); err != nil {
+		g.warn("status of a VM whose agent dies", err)
+	}
 	if err := mountEarly(); err != nil {
 		return nil, err
 	}
 	if err := calmMonitor(); err != nil {
 		g.warn("runtime monitor", err)
 	}
-	var err error
 	if g.modules, err = findModules("/" + modulesDir); err != nil {
 		return nil, err
 	}

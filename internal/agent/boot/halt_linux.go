@@ -24,9 +24,17 @@ func (g *Guest) Quiesce() {
 	}
 }
 
-// PowerOff ends the VM; it does not return. Restart rather than power-off: QEMU
+// PowerOff is the orderly end of the VM; it does not return.
+func (g *Guest) PowerOff() {
+	if err := g.tellStatus(0); err != nil {
+		g.log.Warn("tell the VMM that the end is in order", "error", err)
+	}
+	restart()
+}
+
+// restart ends the VM; it does not return. Restart rather than power-off: QEMU
 // runs with -no-reboot, and a guest without ACPI cannot switch itself off.
-func PowerOff() {
+func restart() {
 	unix.Sync()
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_RESTART)
 	// Then by the end of PID 1: the kernel panics, which ends the VM too.
@@ -36,7 +44,21 @@ func PowerOff() {
 // Fatal writes what ended the boot or the service as one line, and ends the VM.
 func Fatal(console io.Writer, err error) {
 	_, _ = fmt.Fprintf(console, "agent: %v\n", err)
-	PowerOff()
+	restart()
+}
+
+// exitCode is the request, on a file of libkrun's root file system, that tells
+// libkrun the status to end with (virtiofs of libkrun 1.x, KRUN_EXIT_CODE).
+const exitCode = 0x7602
+
+// tellStatus tells the VMM what status to end with, where there is one that
+// listens: only libkrun's guests begin on a virtiofs.
+func (g *Guest) tellStatus(status int) error {
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(int(g.old.Fd()), &fs); err != nil || fs.Type != unix.FUSE_SUPER_MAGIC {
+		return err
+	}
+	return unix.IoctlSetInt(int(g.old.Fd()), exitCode, status)
 }
 
 // CatchSignals makes PID 1 survive what processes of the guest may send it: a

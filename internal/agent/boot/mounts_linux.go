@@ -26,6 +26,9 @@ func (m mount) do() error {
 	return nil
 }
 
+// ControlGroups is where the control groups of a kernel that has them are.
+const ControlGroups = "/sys/fs/cgroup"
+
 // systemMount is a mount whose mount point is made first.
 type systemMount struct {
 	mount
@@ -38,18 +41,19 @@ type systemMount struct {
 }
 
 // kernelFileSystems are mounted below "/" once it is the guest's. The user of
-// the guest is root, so /sys is writable and nothing is masked.
+// the guest is root, so /sys is writable and nothing is masked. Those in memory
+// are bounded to less than all of it together: a full one would end the kernel.
 func kernelFileSystems() []systemMount {
 	const nodev = unix.MS_NOSUID | unix.MS_NODEV
 	const plain = nodev | unix.MS_NOEXEC
 	return []systemMount{
 		{mount: mount{"proc", "/proc", "proc", plain, ""}, mode: 0o555},
 		{mount: mount{"sysfs", "/sys", "sysfs", plain, ""}, mode: 0o555},
-		{mount: mount{"devtmpfs", "/dev", "devtmpfs", unix.MS_NOSUID, "mode=0755"}, mode: 0o755},
+		{mount: mount{"devtmpfs", "/dev", "devtmpfs", unix.MS_NOSUID, "mode=0755,size=4m"}, mode: 0o755},
 		{mount: mount{"devpts", "/dev/pts", "devpts", unix.MS_NOSUID | unix.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5"}, mode: 0o755},
 		{mount: mount{"tmpfs", "/dev/shm", "tmpfs", plain, "mode=1777"}, mode: 0o1777},
-		{mount: mount{"tmpfs", "/run", "tmpfs", nodev, "mode=0755"}, mode: 0o755, link: true},
-		{mount: mount{"cgroup2", "/sys/fs/cgroup", "cgroup2", plain, ""}, mode: 0o555, optional: true},
+		{mount: mount{"tmpfs", "/run", "tmpfs", nodev, "mode=0755,size=10%"}, mode: 0o755, link: true},
+		{mount: mount{"cgroup2", ControlGroups, "cgroup2", plain, ""}, mode: 0o555, optional: true},
 	}
 }
 

@@ -32,9 +32,6 @@ func (g *Guest) switchRoot(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if g.old, err = os.Open("/"); err != nil {
-		return fmt.Errorf("open the old root: %w", err)
-	}
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("make the mounts private: %w", err)
 	}

@@ -134,7 +134,7 @@ func chmodFD(handle int, mode uint32) error {
 	err := retry(func() error { return unix.Fchmodat(handle, "", mode&0o7777, unix.AT_EMPTY_PATH) })
 	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
 		// Before Linux 6.6.
-		err = retry(func() error { return unix.Chmod(procPath(handle), mode&0o7777) })
+		err = viaProc(retry(func() error { return unix.Chmod(procPath(handle), mode&0o7777) }))
 	}
 	return err
 }

@@ -142,7 +142,7 @@ func (c *copying) metadata(handle int, st unix.Stat_t, to int, newName string) e
 	// Of links only the kernel's own security labels could be copied.
 	if !isType(st, unix.S_IFLNK) {
 		target := join(procPath(to), newName)
-		err := copyXattrs(procPath(handle), func(name string, value []byte) error {
+		err := copyXattrs(handle, func(name string, value []byte) error {
 			return unix.Lsetxattr(target, name, value, 0)
 		})
 		if err != nil {
@@ -225,16 +225,17 @@ func copyRange(stop func() error, source, target int, buffer []byte, at, end int
 	return at, nil
 }
 
-// copyXattrs calls set with the extended attributes of the file at the path
-// source. One that set's file system cannot keep is left out, unless permissions
-// hang on it: capabilities and access lists.
-func copyXattrs(source string, set func(name string, value []byte) error) error {
+// copyXattrs calls set with the extended attributes of what the handle is on. One
+// that set's file system cannot keep is left out, unless permissions hang on it:
+// capabilities and access lists.
+func copyXattrs(handle int, set func(name string, value []byte) error) error {
+	source := procPath(handle)
 	names, err := xattr(func(b []byte) (int, error) { return unix.Listxattr(source, b) })
 	if errors.Is(err, unix.EOPNOTSUPP) {
 		return nil
 	}
 	if err != nil {
-		return err
+		return viaProc(err)
 	}
 	for name := range strings.SplitSeq(strings.TrimSuffix(string(names), "\x00"), "\x00") {
 		if name == "" {

@@ -64,7 +64,7 @@ func Grep(ctx context.Context, opts GrepOptions, emit func(Match) error) (trunca
 		return false, fault.FileErrno(opts.Path, err)
 	}
 	g := grepping{ctx: ctx, opts: opts, emit: emit}
-	if g.re, err = rexp.Compile(opts.Pattern, rexp.Options{IgnoreCase: opts.IgnoreCase}); err != nil {
+	if g.re, err = rexp.Compile(opts.Pattern, rexp.Options{IgnoreCase: opts.IgnoreCase, Ended: func() bool { return ctx.Err() != nil }}); err != nil {
 		return false, fault.BadPattern(opts.Pattern, err)
 	}
 	filter, err := newFilter(opts.Include, opts.Exclude)
@@ -132,6 +132,7 @@ type grepping struct {
 	re    *rexp.Regexp
 	emit  func(Match) error
 	found uint64
+	lines lineReader
 }
 
 // root searches the file that the search was asked for.
@@ -166,7 +167,8 @@ func (g *grepping) visit(dir int, name, rel string) error {
 // file searches f. It returns what ended the reading early, and what ends the
 // search.
 func (g *grepping) file(f *file, path string) (readErr, err error) {
-	lines := newLineReader(f)
+	lines := &g.lines
+	lines.read(f)
 	head, err := lines.in.Peek(binaryProbe)
 	if bytes.IndexByte(head, 0) >= 0 {
 		return nil, nil

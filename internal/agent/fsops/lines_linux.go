@@ -23,15 +23,25 @@ type line struct {
 	utf8 bool
 }
 
-// lineReader reads a file line by line with flat memory.
+// readBuffer is how much of a file is read at a time.
+const readBuffer = 64 << 10
+
+// lineReader reads files line by line with flat memory. Its zero value is ready
+// for read.
 type lineReader struct {
 	in     *bufio.Reader
 	offset int64
 	held   []byte
 }
 
-func newLineReader(r io.Reader) *lineReader {
-	return &lineReader{in: bufio.NewReaderSize(r, 64<<10)}
+// read begins with a new file. The reader's memory is used again: that of a tree
+// of small files would cost more than reading them.
+func (l *lineReader) read(r io.Reader) {
+	if l.in == nil {
+		l.in = bufio.NewReaderSize(r, readBuffer)
+	}
+	l.in.Reset(r)
+	l.offset = 0
 }
 
 // next returns the next line, and io.EOF after the last. A line ends at "\n" or

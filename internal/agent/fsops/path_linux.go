@@ -81,7 +81,22 @@ func openPath(dir int, name string, flags int) (int, unix.Stat_t, error) {
 
 // reopen opens what the handle fd is on.
 func reopen(fd, flags int) (int, error) {
-	return openAt(unix.AT_FDCWD, procPath(fd), flags, 0)
+	opened, err := openAt(unix.AT_FDCWD, procPath(fd), flags, 0)
+	return opened, viaProc(err)
+}
+
+// errNoProc says why procPath leads nowhere.
+var errNoProc = errors.New("/proc is not mounted in the sandbox, and file operations need it: mount it again")
+
+// viaProc is the error of a call with a procPath, which does not mean what it says
+// when the guest's user has unmounted /proc.
+func viaProc(err error) error {
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {
+		if _, missing := statAt(unix.AT_FDCWD, "/proc/self/fd", 0); missing != nil {
+			return errNoProc
+		}
+	}
+	return err
 }
 
 func procPath(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -231,12 +232,13 @@ func TestGrep_Roots(t *testing.T) {
 	}
 }
 
-// More entries than are sorted at a time.
+// More and longer names than are sorted at a time. Of different lengths, since they
+// count by their memory.
 func TestGrep_BigDirectoryStaysInOrder(t *testing.T) {
 	dir := elsewhere(t)
 	put(t, dir+"/0", "hit\n")
-	for i := 1; i < 40_000; i++ {
-		check(t, os.Link(dir+"/0", fmt.Sprintf("%s/%d", dir, i)))
+	for i := 1; i < 64_000; i++ {
+		check(t, os.Link(dir+"/0", fmt.Sprintf("%s/%d%s", dir, i, strings.Repeat("-", 160+i%7*13))))
 	}
 	var paths []string
 	_, err := fsops.Grep(t.Context(), fsops.GrepOptions{Path: dir, Pattern: "hit", Recursive: true}, func(m fsops.Match) error {
@@ -244,7 +246,7 @@ func TestGrep_BigDirectoryStaysInOrder(t *testing.T) {
 		return nil
 	})
 	check(t, err)
-	if len(paths) != 40_000 || !slices.IsSorted(paths) || len(slices.Compact(paths)) != 40_000 {
+	if len(paths) != 64_000 || !slices.IsSorted(paths) || len(slices.Compact(paths)) != 64_000 {
 		t.Errorf("%d paths", len(paths))
 	}
 }
@@ -460,4 +462,27 @@ func TestSed_EndsWithItsContext(t *testing.T) {
 		put(t, dir+"/f", "a\n")
 	}
 	t.Fatal("never done")
+}
+
+// A match that takes minutes ends with its context too.
+func TestSearch_LargePatternEndsWithItsContext(t *testing.T) {
+	t.Parallel()
+	path := t.TempDir() + "/f"
+	put(t, path, strings.Repeat("a", 1<<20-1)+"\n")
+	const pattern = `(?:a?){3000}b`
+	for name, search := range map[string]func(context.Context) error{
+		"grep": func(ctx context.Context) error {
+			_, err := fsops.Grep(ctx, fsops.GrepOptions{Path: path, Pattern: pattern}, func(fsops.Match) error { return nil })
+			return err
+		},
+		"sed": func(ctx context.Context) error {
+			return fsops.Sed(ctx, fsops.SedOptions{Files: []string{path}, Pattern: pattern, Replacement: "x"}, func(fsops.SedResult) error { return nil })
+		},
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		if err := search(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 }

@@ -51,7 +51,7 @@ func Sed(ctx context.Context, opts SedOptions, emit func(SedResult) error) error
 	if (len(opts.Files) > 0) == (opts.Path != nil) {
 		return fault.SedTargets()
 	}
-	s := sedding{ctx: ctx, first: opts.FirstOnly, emit: emit}
+	s := sedding{ctx: ctx, first: opts.FirstOnly, emit: emit, in: bufio.NewReaderSize(nil, readBuffer)}
 	if opts.Path == nil {
 		if err := s.compile(opts); err != nil {
 			return err
@@ -98,13 +98,17 @@ type sedding struct {
 	template *rexp.Template
 	first    bool
 	emit     func(SedResult) error
+	// in is used for one file after the other.
+	in *bufio.Reader
 }
 
 func (s *sedding) compile(opts SedOptions) (err error) {
 	if opts.Literal && opts.Pattern == "" {
 		return fault.EmptyPattern()
 	}
-	s.re, err = rexp.Compile(opts.Pattern, rexp.Options{Literal: opts.Literal, IgnoreCase: opts.IgnoreCase})
+	s.re, err = rexp.Compile(opts.Pattern, rexp.Options{
+		Literal: opts.Literal, IgnoreCase: opts.IgnoreCase, Ended: func() bool { return s.ctx.Err() != nil },
+	})
 	if err != nil {
 		return fault.BadPattern(opts.Pattern, err)
 	}
@@ -174,7 +178,7 @@ func (s *sedding) result(path string, n uint64, err error) error {
 // rewrite replaces in f, which is name in dir.
 func (s *sedding) rewrite(f *file, dir int, name string) (uint64, error) {
 	matches := false
-	err := eachLine(f, func(line []byte) error {
+	err := s.eachLine(f, func(line []byte) error {
 		matches = matches || s.re.Match(line)
 		return nil
 	})
@@ -191,7 +195,7 @@ func (s *sedding) rewrite(f *file, dir int, name string) (uint64, error) {
 	defer d.discard()
 	out := bufio.NewWriterSize(d, 64<<10)
 	total := uint64(0)
-	err = eachLine(f, func(line []byte) error {
+	err = s.eachLine(f, func(line []byte) error {
 		n, err := s.re.Replace(out, line, s.template, s.first)
 		total += uint64(n)
 		return err
@@ -224,7 +228,7 @@ func likeOriginal(from, to int) error {
 	if err := unix.Fchown(to, int(st.Uid), int(st.Gid)); err != nil {
 		return err
 	}
-	err := copyXattrs(procPath(from), func(name string, value []byte) error {
+	err := copyXattrs(from, func(name string, value []byte) error {
 		if name == "security.capability" {
 			return nil
 		}
@@ -243,8 +247,9 @@ var (
 )
 
 // eachLine calls f with every line, its end included, up to the first error.
-func eachLine(r io.Reader, f func([]byte) error) error {
-	in := bufio.NewReaderSize(r, 64<<10)
+func (s *sedding) eachLine(r io.Reader, f func([]byte) error) error {
+	in := s.in
+	in.Reset(r)
 	var held []byte
 	for {
 		line, err := in.ReadSlice('\n')

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"os"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -13,9 +14,13 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/fault"
 )
 
-// walkChunk is how many entries of a directory are held in order at a time. A
-// larger directory is read again for each chunk.
-const walkChunk = 16384
+// walkChunk is how much of a directory's entries is held in order at a time, in
+// bytes of memory; reading takes twice that for a moment. A larger directory, of
+// more than some 100 000 entries, is read again for each chunk.
+const (
+	walkChunk   = 8 << 20
+	direntBytes = 64 // without the name
+)
 
 // filter selects files by gitignore patterns.
 type filter struct{ include, exclude *rexp.Globs }
@@ -101,18 +106,10 @@ func (w *walking) entry(dir *directory, e dirent, rel string, included bool, dep
 }
 
 // sortedEntries returns the directories and other entries of dir whose keys come
-// after the given one, in order, at most walkChunk of them, and whether there are
+// after the given one, in order, at most a walkChunk of them, and whether there are
 // more. Where the directory cannot be read to its end, those before that count.
 func sortedEntries(ctx context.Context, dir *directory, after string) ([]dirent, bool, error) {
-	var found []dirent
-	more := false
-	cut := func(limit int) {
-		slices.SortFunc(found, func(a, b dirent) int { return cmp.Compare(a.key, b.key) })
-		if len(found) > limit {
-			clear(found[limit:])
-			found, more = found[:limit], true
-		}
-	}
+	c := chunk{after: after}
 	if err := dir.rewind(); err != nil {
 		return nil, false, nil //nolint:nilerr // as a directory that cannot be read
 	}
@@ -122,23 +119,57 @@ func sortedEntries(ctx context.Context, dir *directory, after string) ([]dirent,
 		}
 		entries, err := dir.f.ReadDir(listBatch)
 		for _, e := range entries {
-			d := dirent{key: e.Name(), dir: e.IsDir()}
-			if d.dir {
-				d.key += "/"
-			}
-			if d.key > after {
-				found = append(found, d)
-			}
-		}
-		if len(found) >= 2*walkChunk {
-			cut(walkChunk)
+			c.add(e)
 		}
 		if err != nil || len(entries) == 0 {
-			cut(walkChunk)
-			return found, more, nil //nolint:nilerr // the end, or what cannot be read
+			c.cut()
+			return c.found, c.more, nil //nolint:nilerr // the end, or what cannot be read
 		}
 	}
 }
+
+// chunk collects the first entries of a directory, in the order of their keys, of
+// those after a given one.
+type chunk struct {
+	after string
+	found []dirent
+	// size is the memory that found takes.
+	size int
+	// more tells that some were left out: all from the key limit on.
+	more  bool
+	limit string
+}
+
+func (c *chunk) add(e os.DirEntry) {
+	d := dirent{key: e.Name(), dir: e.IsDir()}
+	if d.dir {
+		d.key += "/"
+	}
+	if d.key <= c.after || c.more && d.key >= c.limit {
+		return
+	}
+	c.found = append(c.found, d)
+	if c.size += d.size(); c.size >= 2*walkChunk {
+		c.cut()
+	}
+}
+
+// cut sorts what was found and leaves out what a chunk does not hold.
+func (c *chunk) cut() {
+	slices.SortFunc(c.found, func(a, b dirent) int { return cmp.Compare(a.key, b.key) })
+	c.size = 0
+	for i, d := range c.found {
+		if c.size += d.size(); c.size > walkChunk {
+			c.size -= d.size()
+			c.more, c.limit = true, d.key
+			clear(c.found[i:])
+			c.found = c.found[:i]
+			return
+		}
+	}
+}
+
+func (d dirent) size() int { return direntBytes + len(d.key) }
 
 // errSkip is a file that a walk passes over.
 var errSkip = errors.New("not a file to search")

@@ -122,7 +122,7 @@ func (t *Table) fork(p *Process, program string, argv []string, attr *syscall.Pr
 	defer t.mu.Unlock()
 	pidfd := -1
 	attr.Sys.PidFD = &pidfd
-	pid, err := syscall.ForkExec(program, argv, attr)
+	pid, err := t.groups.start(program, argv, attr)
 	if err != nil {
 		return err
 	}

@@ -47,6 +47,8 @@ type Table struct {
 	// sweeper runs sweep while sweeping; mode All alone has one.
 	sweeper  *time.Timer
 	sweeping bool
+	// groups are where programs start; nil where that is this process's own group.
+	groups *groups
 }
 
 // Open makes a table.

@@ -54,6 +54,9 @@ type machine struct {
 	caps    []int
 	matched bool
 	free    [][]int
+	// ended, where set, ends a run; steps counts the runes since it was asked.
+	ended func() bool
+	steps int
 }
 
 // queue is an ordered set of states: dense holds them, sparse where each is.
@@ -75,12 +78,26 @@ func newMachine(r *Regexp, ncaps int) *machine {
 		word = isWord
 	}
 	return &machine{
-		prog: r.prog,
-		word: word,
-		now:  queue{sparse: make([]uint32, n)},
-		soon: queue{sparse: make([]uint32, n)},
-		caps: make([]int, ncaps),
+		prog:  r.prog,
+		word:  word,
+		now:   queue{sparse: make([]uint32, n)},
+		soon:  queue{sparse: make([]uint32, n)},
+		caps:  make([]int, ncaps),
+		ended: r.ended,
 	}
+}
+
+// stepsBetween is how many runes a machine steps over until it asks whether to
+// end.
+const stepsBetween = 256
+
+// interrupted asks that.
+func (m *machine) interrupted() bool {
+	if m.steps++; m.steps < stepsBetween || m.ended == nil {
+		return false
+	}
+	m.steps = 0
+	return m.ended()
 }
 
 // run searches the text of in, which is at pos, with prev the rune before it. It
@@ -103,6 +120,9 @@ func (m *machine) run(in input, pos int, prev rune) bool {
 		}
 		if len(m.now.dense) == 0 && (m.matched || r == endOfText) {
 			return m.matched
+		}
+		if m.interrupted() {
+			return false
 		}
 		after, afterWidth := endOfText, 0
 		if r != endOfText {

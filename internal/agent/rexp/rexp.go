@@ -46,7 +46,14 @@ type Options struct {
 	Literal bool
 	// IgnoreCase matches letters regardless of case (simple Unicode folding).
 	IgnoreCase bool
+	// Ended, where set, is asked now and then while a large pattern meets a long
+	// text, which may take minutes; once it returns true the rest has no match.
+	Ended func() bool
 }
+
+// longWork is from how much work on, in instructions times bytes, a match asks
+// Ended: some seconds of an emulated CPU.
+const longWork = 1 << 26
 
 // Regexp is a compiled pattern. It may be used concurrently.
 type Regexp struct {
@@ -55,6 +62,7 @@ type Regexp struct {
 	names map[string]int
 	// unicodeBoundary: std's word boundary, which is ASCII, is the wrong one.
 	unicodeBoundary bool
+	ended           func() bool
 }
 
 // Error is a pattern that does not compile.
@@ -91,7 +99,7 @@ func Compile(pattern string, opts Options) (*Regexp, error) {
 	if p.unicodeBoundary && p.asciiBoundary {
 		return nil, &Error{Reason: "Unicode and ASCII word boundaries in one pattern are not supported"}
 	}
-	r := &Regexp{names: p.names, unicodeBoundary: p.unicodeBoundary}
+	r := &Regexp{names: p.names, unicodeBoundary: p.unicodeBoundary, ended: opts.Ended}
 	if r.std, err = regexp.Compile(text); err != nil {
 		return nil, &Error{Reason: err.Error()}
 	}
@@ -107,7 +115,7 @@ func Compile(pattern string, opts Options) (*Regexp, error) {
 
 // Match reports whether text, which is valid UTF-8, contains a match.
 func (r *Regexp) Match(text []byte) bool {
-	if r.unicodeBoundary && !isASCII(text) {
+	if r.needsMachine(text) {
 		m := newMachine(r, 0)
 		return m.run(&byteInput{text: text}, 0, endOfText)
 	}
@@ -126,6 +134,11 @@ func (r *Regexp) MatchReader(text io.RuneReader) bool {
 
 // Groups is the number of capture groups, without the whole match.
 func (r *Regexp) Groups() int { return r.std.NumSubexp() }
+
+// needsMachine reports whether Go's own automaton is not for the text.
+func (r *Regexp) needsMachine(text []byte) bool {
+	return r.unicodeBoundary && !isASCII(text) || r.ended != nil && len(text) > longWork/len(r.prog.Inst)
+}
 
 func isASCII(text []byte) bool {
 	for _, b := range text {

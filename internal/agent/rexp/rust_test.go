@@ -253,3 +253,32 @@ func FuzzCompile(f *testing.F) {
 		}
 	})
 }
+
+// What would take minutes ends when it is no longer wanted, and gives the same
+// result as ever when it is.
+func TestEnded_LargePatternOnALongText(t *testing.T) {
+	t.Parallel()
+	text := []byte(strings.Repeat("a", 200<<10) + "b")
+	asked, over := 0, true
+	opts := rexp.Options{Ended: func() bool { asked++; return over }}
+	re, err := rexp.Compile(`a{1000}{10}b`, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	if re.Match(text) || asked != 1 {
+		t.Errorf("matched, or asked %d times", asked)
+	}
+	if n, err := re.Replace(&out, text, re.Template("x"), false); n != 0 || err != nil || out.String() != string(text) {
+		t.Errorf("%d replacements, %v", n, err)
+	}
+	over = false
+	if re, err = rexp.Compile(`(?:x{900}|a)b`, opts); err != nil {
+		t.Fatal(err)
+	}
+	out.Reset()
+	n, err := re.Replace(&out, text, re.Template("x"), false)
+	if !re.Match(text) || n != 1 || err != nil || out.String() != strings.Repeat("a", 200<<10-1)+"x" {
+		t.Errorf("%d replacements, %v", n, err)
+	}
+}

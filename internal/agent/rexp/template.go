@@ -107,7 +107,7 @@ func (r *Regexp) Replace(w io.Writer, text []byte, t *Template, firstOnly bool) 
 	if firstOnly {
 		limit = 1
 	}
-	if r.unicodeBoundary && !isASCII(text) {
+	if r.needsMachine(text) {
 		p.scan(r, firstOnly)
 		return p.end()
 	}

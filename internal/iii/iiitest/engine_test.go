@@ -105,7 +105,8 @@ func TestNamespaces(t *testing.T) {
 	// Before the name, functions wait for their namespace.
 	team.say(ctx, `{"type":"registerfunction","id":"f::x"}`)
 	team.name(ctx, `{"name":"w","namespace":"team","pid":1}`)
-	other.name(ctx, `{"name":"w","pid":1}`)
+	// The SDKs of Rust (0.22) and of Python (0.25) send these nulls.
+	other.say(ctx, `{"type":"invokefunction","invocation_id":null,"function_id":"engine::workers::register","data":{"name":"w","pid":1,"isolation":null,"namespace":null},"action":{"type":"void"}}`)
 	other.say(ctx, `{"type":"registerfunction","id":"f::x"}`)
 	if err := e.Await(ctx, func() bool { return len(e.Functions()) == 2 }); err != nil {
 		t.Fatal(err)

@@ -36,6 +36,7 @@ func (r *recorder) call(format string, args ...any) error {
 func (r *recorder) SetVMConfig(cpus uint8, memoryMiB uint32) error {
 	return r.call("set_vm_config cpus=%d memory_mib=%d", cpus, memoryMiB)
 }
+func (r *recorder) SetNestedVirt(on bool) error   { return r.call("set_nested_virt on=%t", on) }
 func (r *recorder) DisableImplicitConsole() error { return r.call("disable_implicit_console") }
 func (r *recorder) DisableImplicitVsock() error   { return r.call("disable_implicit_vsock") }
 func (r *recorder) AddVsock(flags uint32) error   { return r.call("add_vsock tsi=%d", flags) }
@@ -84,6 +85,7 @@ func variants() map[string]func(*bootspec.Spec) {
 		"ephemeral": func(*bootspec.Spec) {},
 		"durable":   func(s *bootspec.Spec) { s.Upper.Durable, s.Upper.Path = true, "/volumes/a.ext4" },
 		"network":   func(s *bootspec.Spec) { s.Guest.Interface = bootspec.NewInterface(1500, false) },
+		"nested":    func(s *bootspec.Spec) { s.Libkrun.Nested = true },
 		"large":     func(s *bootspec.Spec) { s.CPUs, s.MemoryMiB = 16, 65536 },
 	}
 }

@@ -26,6 +26,7 @@ import (
 // VM is the part of *krun.Context that is used here.
 type VM interface {
 	SetVMConfig(cpus uint8, memoryMiB uint32) error
+	SetNestedVirt(on bool) error
 	DisableImplicitConsole() error
 	DisableImplicitVsock() error
 	AddVsock(flags uint32) error
@@ -66,6 +67,7 @@ type Files struct {
 func Configure(vm VM, spec *bootspec.Spec, files Files) error {
 	for _, step := range []func() error{
 		func() error { return vm.SetVMConfig(uint8(spec.CPUs), uint32(spec.MemoryMiB)) },
+		func() error { return setNested(vm, spec.Libkrun.Nested) },
 		vm.DisableImplicitConsole,
 		// Without it a guest that has no network device would use the host's.
 		vm.DisableImplicitVsock,
@@ -84,6 +86,14 @@ func Configure(vm VM, spec *bootspec.Spec, files Files) error {
 		}
 	}
 	return nil
+}
+
+// setNested asks only for what is wanted: some libkrun refuse either answer.
+func setNested(vm VM, on bool) error {
+	if !on {
+		return nil
+	}
+	return vm.SetNestedVirt(true)
 }
 
 // addDisk adds a raw disk. Flushes of the guest are worth their time only where

@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"syscall"
 
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
 )
@@ -104,8 +105,8 @@ func closeAll(dev shim.Devices) {
 }
 
 // ended classifies the exit of the VMM. libkrun exits with what the guest told
-// it, which any program of the guest can do, or with 0: also after a panic of
-// the guest's kernel, which only the console shows.
+// it, or with 0, however the guest ended. Only the agent tells it something; a
+// program of the guest that does so too lies about its own VM alone.
 func ended(state *os.ProcessState) bootspec.End {
 	status, ok := state.Sys().(syscall.WaitStatus)
 	if !ok {
@@ -116,7 +117,7 @@ func ended(state *os.ProcessState) bootspec.End {
 	}
 	end := bootspec.End{ExitCode: status.ExitStatus()}
 	switch end.ExitCode {
-	case 0:
+	case 0, agentlink.StatusNoAgent:
 		end.Class, end.Message = bootspec.EndGuest, "libkrun ended"
 	case StatusRefused:
 		end.Class, end.Message = bootspec.EndRefused, "libkrun did not start the VM"

@@ -1,6 +1,7 @@
 package libkrun_test
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/krun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
@@ -70,8 +72,9 @@ func (p *player) StartEnter() error {
 		if err != nil {
 			return err
 		}
-		_, _ = c.Write(env)
-		_ = c.Close()
+		_, _ = c.Write(append(env, '\n'))
+		// A VMM that is gone has nobody to be taken for.
+		_, _ = io.Copy(io.Discard, c)
 	case "kill":
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 	case "crash":
@@ -154,6 +157,7 @@ func TestEndsOfTheVMM(t *testing.T) {
 	}{
 		"0":          {bootspec.EndGuest, 0, 0, ""},
 		"7":          {bootspec.EndCrashed, 7, 0, ""},
+		"99":         {bootspec.EndGuest, agentlink.StatusNoAgent, 0, ""}, // the shim knows whether it should have
 		"refuse":     {bootspec.EndRefused, libkrun.StatusRefused, 0, "krun_start_enter: invalid argument"},
 		"no library": {bootspec.EndRefused, libkrun.StatusRefused, 0, "krun-shim: load libkrun: there is none"},
 		"kill":       {bootspec.EndKilled, -1, 9, ""},
@@ -207,13 +211,19 @@ func TestGuestDialsTheShim(t *testing.T) {
 				t.Fatal(err)
 			}
 			_ = r.env.Close()
-			if end := r.run(t.Context(), "dial"); end.Class != bootspec.EndGuest {
-				t.Fatalf("end is %v: %s", end, r.log.String())
+			ended := make(chan bootspec.End, 1)
+			go func() { ended <- r.run(t.Context(), "dial") }()
+			select {
+			case c := <-r.offered:
+				if got, err := bufio.NewReader(c).ReadString('\n'); got != "the frame\n" {
+					t.Errorf("the guest sent %q, %v", got, err)
+				}
+				_ = c.Close()
+			case <-time.After(patience):
+				t.Error("the guest has not dialled")
 			}
-			c := <-r.offered
-			defer func() { _ = c.Close() }()
-			if got, err := io.ReadAll(c); string(got) != "the frame" {
-				t.Errorf("the guest sent %q, %v", got, err)
+			if end := <-ended; end.Class != bootspec.EndGuest {
+				t.Fatalf("end is %v: %s", end, r.log.String())
 			}
 			if _, err := os.Lstat(filepath.Join(dir, layout.LinkName)); !errors.Is(err, os.ErrNotExist) {
 				t.Errorf("the socket is left: %v", err)

@@ -60,9 +60,9 @@ func TestKillMatrixOnLibkrun(t *testing.T) {
 	open := func(t testing.TB) *vmtest.Env { return libkrunEnv(t, host) }
 	matrix{
 		vmm: bootspec.Libkrun, host: host, open: open, entered: "fc_vcpu",
-		// The kernel of libkrunfw restarts when PID 1 dies, where others panic: that
-		// cannot be told from a guest that restarts of its own accord.
-		noAgent: deadGuest{bootspec.EndGuest, "powered off by itself"},
+		// The kernel of libkrunfw restarts when PID 1 dies and says nothing, where
+		// others panic.
+		noAgent: deadGuest{bootspec.EndCrashed, "ended without its agent"},
 	}.run(t)
 }
 
@@ -222,6 +222,11 @@ func (x matrix) killedBoot(t *testing.T, v victim, step string) {
 	}()
 	f := x.familyOf(t, (<-driver.started).PID())
 	vmtest.Eventually(t, patience, "step "+step, func() bool {
+		select {
+		case err := <-failed:
+			t.Fatalf("the boot ended before it was killed: %v", err)
+		default:
+		}
 		switch step {
 		case "entered":
 			return slices.ContainsFunc(threads(f.vmm.PID), func(name string) bool { return strings.HasPrefix(name, x.entered) })

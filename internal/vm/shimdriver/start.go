@@ -65,7 +65,11 @@ func (d *Driver) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) 
 	p := &process{child: child, lifeline: pipes.takeLifeline(), files: files, log: log, done: make(chan struct{})}
 	go p.wait()
 	pipes.closeChildEnds()
-	if err := p.handshake(ctx, spec, pipes); err != nil {
+	err = d.makeRoot(spec)
+	if err == nil {
+		err = p.handshake(ctx, spec, pipes)
+	}
+	if err != nil {
 		return nil, errors.Join(err, p.abandon())
 	}
 	return p, nil

@@ -49,6 +49,8 @@ type Fake struct {
 	StepHook func(context.Context, Step) *bootspec.End
 	// Token, where set, is what the agent greets with instead of its own.
 	Token string
+	// Old makes the agent one of an older build, which knew no files.
+	Old bool
 }
 
 // Fake is a driver.

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"syscall"
 
+	"google.golang.org/grpc"
+
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
@@ -128,7 +130,11 @@ func (m *fakeMachine) serve(ctx context.Context, link net.Conn, config *bootspec
 		}
 	})
 	lis := newOneConn(link)
-	err := agent.Serve(serving, lis, service.Register, agent.NewFiles(m.fake.Log).Register)
+	services := []func(grpc.ServiceRegistrar){service.Register}
+	if !m.fake.Old {
+		services = append(services, agent.NewFiles(m.fake.Log).Register)
+	}
+	err := agent.Serve(serving, lis, services...)
 	select {
 	case <-service.Done():
 		return nil

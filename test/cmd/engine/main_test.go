@@ -98,7 +98,7 @@ func TestTrigger(t *testing.T) {
 		"empty json":      {[]string{`t::echo`, `--json`, ``}, 1, "", "Error: --json is not JSON"},
 		"json no object":  {[]string{`t::echo`, `--json`, `1`, `a=1`}, 1, "", "Error: --json must be an object"},
 		"json null":       {[]string{`t::echo`, `--json`, `null`, `a=1`}, 1, "", "Error: --json must be an object"},
-		"no function":     {[]string{}, 1, "", "Error: requires"},
+		"no function":     {[]string{}, 1, "", "Error: name a function"},
 		"describes":       {[]string{`t::mine`, `-n`, `team`, `--help`}, 0, "says mine", ""},
 		"describes none":  {[]string{`t::none`, `--help`}, 1, "", `Error: {"code":"function_not_found"`},
 		"describes it":    {[]string{`--help`}, 0, "Usage:", ""},

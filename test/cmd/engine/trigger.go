@@ -41,7 +41,12 @@ func (p program) triggerCommand(helpErr *error) *cobra.Command {
 		Long: "Calls a function and prints its result as JSON. A VALUE that is JSON is sent as such, any other as a string.\n" +
 			"With --json the payload is that; KEY=VALUE then replace members of it.\n" +
 			"`engine trigger FUNCTION --help` describes the function.",
-		Args: cobra.MinimumNArgs(1),
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return errors.New("name a function, as in engine trigger sandbox-libkrun::list")
+			}
+			return nil
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			t.function, t.pairs = args[0], args[1:]
 			data, err := payload(t.pairs, t.json, cmd.Flags().Changed("json"))
