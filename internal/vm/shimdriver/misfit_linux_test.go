@@ -34,7 +34,7 @@ func TestShimOfAnotherVersion(t *testing.T) {
 	if !errors.As(err, &end) || end.Class != bootspec.EndBadSpec {
 		t.Fatalf("error is %v", err)
 	}
-	for _, word := range []string{"version is 1", "reads 77", "one build"} {
+	for _, word := range []string{"version is 2", "reads 77", "one build"} {
 		if !strings.Contains(end.Message, word) {
 			t.Errorf("%q lacks %q", end.Message, word)
 		}
