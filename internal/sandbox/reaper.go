@@ -16,7 +16,8 @@ const (
 	busySlack = time.Minute
 )
 
-// reapIdle ends idle sandboxes until the Manager is closed.
+// reapIdle looks after the sandboxes until the Manager is closed: it ends idle ones,
+// and sets clocks.
 func (m *Manager) reapIdle() {
 	ticker := time.NewTicker(reapInterval)
 	defer ticker.Stop()
@@ -25,14 +26,30 @@ func (m *Manager) reapIdle() {
 		case <-m.life.Done():
 			return
 		case <-ticker.C:
+			m.followClock()
 			m.askNetworks()
 			m.reap(time.Now())
 		}
 	}
 }
 
-// askTimeout bounds the question to a shim, which runs on this host.
+// askTimeout bounds a question to a shim, which runs on this host, or through it to
+// an agent.
 const askTimeout = 5 * time.Second
+
+// each calls do for every one of the sandboxes, for all at the same time, and waits
+// until they have returned. ctx gives each of them askTimeout.
+func (m *Manager) each(sandboxes []*entry, do func(ctx context.Context, e *entry)) {
+	var calls sync.WaitGroup
+	for _, e := range sandboxes {
+		calls.Go(func() {
+			ctx, cancel := context.WithTimeout(m.life, askTimeout)
+			defer cancel()
+			do(ctx, e)
+		})
+	}
+	calls.Wait()
+}
 
 // askNetworks counts what went through networks as activity, for the sandboxes
 // that would be ended otherwise. A shim that does not answer has no say.
@@ -46,25 +63,19 @@ func (m *Manager) askNetworks() {
 		}
 	}
 	m.mu.Unlock()
-	var answers sync.WaitGroup
-	for _, e := range asked {
-		answers.Go(func() {
-			ctx, cancel := context.WithTimeout(m.life, askTimeout)
-			defer cancel()
-			stats, err := e.machine.Stats(ctx)
-			if err != nil || stats.Network == nil {
-				m.cfg.Log.Warn("ask a sandbox's network for its activity", "sandbox_id", e.id, "error", err)
-				return
-			}
-			at := time.Now().Add(-stats.Network.Idle)
-			m.mu.Lock()
-			defer m.mu.Unlock()
-			if at.After(e.lastActivity) {
-				e.lastActivity = at
-			}
-		})
-	}
-	answers.Wait()
+	m.each(asked, func(ctx context.Context, e *entry) {
+		stats, err := e.machine.Stats(ctx)
+		if err != nil || stats.Network == nil {
+			m.cfg.Log.Warn("ask a sandbox's network for its activity", "sandbox_id", e.id, "error", err)
+			return
+		}
+		at := time.Now().Add(-stats.Network.Idle)
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if at.After(e.lastActivity) {
+			e.lastActivity = at
+		}
+	})
 }
 
 // reap decides and claims under one lock, so that a call which was admitted is

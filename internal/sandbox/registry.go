@@ -91,8 +91,9 @@ type Manager struct {
 	used    uint32
 	entries map[string]*entry
 	// made counts the sandboxes ever registered.
-	made uint64
-	lost lost
+	made  uint64
+	lost  lost
+	clock hostClock
 }
 
 var _ Functions = (*Manager)(nil)
@@ -134,7 +135,7 @@ func start(cfg Config, launch func(context.Context, vm.Request) (machine, error)
 	}
 	cfg.MaxExecs = max(cfg.MaxExecs, 1)
 	cfg.MaxExecTimeoutMs = max(cfg.MaxExecTimeoutMs, 1)
-	m := &Manager{cfg: cfg, launch: launch, entries: map[string]*entry{}}
+	m := &Manager{cfg: cfg, launch: launch, entries: map[string]*entry{}, clock: newHostClock()}
 	m.life, m.end = context.WithCancelCause(context.Background())
 	m.orderly, m.rush = context.WithCancel(context.Background())
 	m.tasks.Go(m.reapIdle)
