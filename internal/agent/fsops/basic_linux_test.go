@@ -275,8 +275,14 @@ func TestRemove(t *testing.T) {
 		check(t, fsops.Remove(ctx, dir+"/empty", recursive))
 		check(t, os.Mkdir(dir+"/empty", 0o700))
 		check(t, fsops.Remove(ctx, dir+"/empty/", recursive))
-		for _, path := range []string{"/", dir + "/keep/.", dir + "/keep/.."} {
-			wantCode(t, fsops.Remove(ctx, path, recursive), fault.S216)
+		for path, why := range map[string]string{
+			"/": "root directory", "//": "root directory", dir + "/keep/.": "own path", dir + "/keep/..": "own path",
+		} {
+			err := fsops.Remove(ctx, path, recursive)
+			wantCode(t, err, fault.S216, path)
+			if !strings.Contains(err.Error(), why) {
+				t.Errorf("%s: %v, want it to say %q", path, err, why)
+			}
 		}
 		if content(t, dir+"/keep/f") != "kept" {
 			t.Error("something else was removed")

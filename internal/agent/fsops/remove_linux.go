@@ -23,7 +23,10 @@ func Remove(ctx context.Context, path string, recursive bool) error {
 		return fault.FileErrno(path, err)
 	}
 	dir, name := split(abs)
-	if isDots(name) {
+	switch {
+	case name == "":
+		return fault.FileRefused(path, "is the root directory and cannot be removed: remove what is in it", unix.EBUSY)
+	case isDots(name):
 		return fault.FileRefused(path, "cannot be removed by this name: give the directory's own path", unix.EBUSY)
 	}
 	parent, _, err := openPath(unix.AT_FDCWD, dir, unix.O_DIRECTORY)

@@ -56,7 +56,9 @@ func Create(path string, opts WriteOptions) (*Upload, error) {
 	return &Upload{path: path, name: name, dir: handle, draft: d, mode: opts.Mode}, nil
 }
 
-// uploadParent checks or makes the directory of a file to be written.
+// uploadParent checks or makes the directory of a file to be written. Other than
+// for requireParent, one that cannot be looked at, for whatever reason, is missing
+// (contract: fs::write).
 func uploadParent(path, dir string, parents bool) error {
 	st, err := statAt(unix.AT_FDCWD, dir, 0)
 	switch {
