@@ -86,7 +86,8 @@ func (s *server) logCall(ctx context.Context, name, id string, took time.Duratio
 		switch f.Code {
 		case fault.S101, fault.S102, fault.S300:
 			level = slog.LevelWarn
-			if name == "create" {
+			// A run's error tells the sandbox that was made: here none was.
+			if name == "create" || name == "run" && f.Fix["sandbox_id"] == "" {
 				attrs = append(attrs, slog.String("error", f.Message))
 			}
 		}

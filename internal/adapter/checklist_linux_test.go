@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -77,6 +78,24 @@ func TestChecklist_EveryCode(t *testing.T) {
 		t.Errorf("a failed boot left %v", list)
 	}
 	broken.env.CheckEmpty(t)
+	testLogTellsWhy(t, broken)
+}
+
+// The operator learns why no sandbox came up, whichever function wanted it.
+func testLogTellsWhy(t *testing.T, broken *host) {
+	t.Helper()
+	broken.fails(t, "run", obj{"image": "python", "lang": "shell", "code": "true"}, "S300", "it broke")
+	if err := broken.end(); err != nil {
+		t.Error(err)
+	}
+	for _, function := range []string{"create", "run"} {
+		told := func(line string) bool {
+			return strings.Contains(line, "level=WARN") && strings.Contains(line, "::"+function+" ") && strings.Contains(line, "it broke")
+		}
+		if !slices.ContainsFunc(strings.Split(broken.log.String(), "\n"), told) {
+			t.Errorf("the log does not tell why %s failed", function)
+		}
+	}
 }
 
 // S004 is to be seen only while a sandbox ends, for a moment.
