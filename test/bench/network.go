@@ -82,8 +82,12 @@ func (b *bench) network(ctx context.Context, o options, dir string) (rows []row,
 	if err != nil {
 		return nil, err
 	}
+	if rows, err = b.compareNetworks(ctx, ours, base, roundTrip()); err != nil {
+		return nil, err
+	}
+	// Only now: each look at the memory costs a round trip some of its time.
 	watch := watchMemory(ctx, ours.machine)
-	rows, err = b.compareNetworks(ctx, ours, base)
+	more, err := b.compareNetworks(ctx, ours, base, transfers()...)
 	if err == nil {
 		err = ours.flood(ctx)
 	}
@@ -91,7 +95,7 @@ func (b *bench) network(ctx context.Context, o options, dir string) (rows []row,
 	if err != nil {
 		return nil, err
 	}
-	return append(rows,
+	return append(append(rows, more...),
 		newRow("gateway memory, idle", mebibytes(int64(idle.ShimRSSAnon)), mebibytes(idleGateway), "MiB", 1, "12 MiB; ours is RssAnon of the whole shim"),
 		newRow("gateway memory, under load", mebibytes(int64(peak)), mebibytes(busyGateway), "MiB", 1,
 			fmt.Sprintf("48 MiB; ours is the highest RssAnon of the whole shim during the transfers and %d connections at once", networkFlood)),
@@ -154,19 +158,29 @@ func (v *networkedVM) flood(ctx context.Context) error {
 	return nil
 }
 
-// compareNetworks measures both in turn. Speed may be at least 0.8 of slirp's, so
-// a time at most 1.25.
-func (b *bench) compareNetworks(ctx context.Context, ours, base *networkedVM) ([]row, error) {
-	var rows []row
-	for _, what := range []struct {
-		name, command, field string
-		n                    int
-		goal                 float64
-	}{
+// networkRow is something that the probe measures.
+type networkRow struct {
+	name, command, field string
+	n                    int
+	goal                 float64
+}
+
+func roundTrip() networkRow {
+	return networkRow{"network round trip", "rtt", "P50", roundTrips, goalRoundTrip}
+}
+
+// transfers may have at least 0.8 of slirp's speed, so at most 1.25 of its time.
+func transfers() []networkRow {
+	return []networkRow{
 		{"network into the guest, 100 MiB", "get", "Micros", networkBytes, goalSpeed},
 		{"network out of the guest, 100 MiB", "put", "Micros", networkBytes, goalSpeed},
-		{"network round trip", "rtt", "P50", roundTrips, goalRoundTrip},
-	} {
+	}
+}
+
+// compareNetworks measures both in turn.
+func (b *bench) compareNetworks(ctx context.Context, ours, base *networkedVM, what ...networkRow) ([]row, error) {
+	var rows []row
+	for _, what := range what {
 		var times [2][]time.Duration
 		var ratios []float64
 		for range b.runs {
