@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -16,6 +17,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	guestv1 "github.com/iii-hq/workers/sandbox-libkrun/api/guest/v1"
 )
 
 const volume = 100 << 20
@@ -154,6 +157,38 @@ func TestBackgroundChild(t *testing.T) {
 		t.Error("a background child without our pipes is gone")
 	}
 	pid, err := strconv.Atoi(strings.TrimSpace(o.stdout))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestTerminalThatIsHeld: a terminal is hung up when its program ends, so a child
+// that still holds it keeps the call no longer, but not before all output has come.
+func TestTerminalThatIsHeld(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, nil)
+	const size = 1 << 20
+	ready := filepath.Join(t.TempDir(), "ready")
+	start := sh(fmt.Sprintf(`(trap '' HUP; : >%[1]s; exec sleep 1000) & echo $!
+		until [ -e %[1]s ]; do :; done
+		head -c %[2]d /dev/zero | tr '\0' x; exit 3`, ready, size))
+	start.Tty = &guestv1.Resize{Rows: 10, Cols: 20}
+	o := r.run(t, start)
+	child, output, _ := strings.Cut(o.stdout, "\r\n")
+	if o.exit.GetExitCode() != 3 || o.exit.GetTimedOut() {
+		t.Errorf("got %+v", o.exit)
+	}
+	// The end of stdin is echoed as ^D.
+	if n := strings.Count(output, "x"); n != size {
+		t.Errorf("%d of %d bytes came", n, size)
+	}
+	if !alive(child) {
+		t.Error("the child is gone, which nobody killed")
+	}
+	pid, err := strconv.Atoi(child)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,9 +18,14 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 )
 
-// killGrace is how long, after a kill, a pipe may stay open and the process
-// unreaped before the call ends without them.
-const killGrace = time.Second
+const (
+	// killGrace is how long, after a kill, a pipe may stay open and the process
+	// unreaped before the call ends without them.
+	killGrace = time.Second
+	// hangupGrace is how long, after the end of a terminal's program, nothing may
+	// come before the call ends though somebody holds the terminal.
+	hangupGrace = time.Second
+)
 
 // announceDelay is how long `started` waits for company. The message of a
 // program that ends at once then leaves in one write with its output and exit,
@@ -83,6 +88,11 @@ type call struct {
 	// guards announced.
 	sending   sync.Mutex
 	announced bool
+	// deadlines guards the outputs' deadlines and what decides them: hungUp is set
+	// when a terminal's program has ended, over when what comes is given up.
+	deadlines    sync.Mutex
+	hungUp, over bool
+
 	// pumped gets one result per output pump, refused one from the receiver.
 	pumped, refused chan error
 	stdin           *stdin
@@ -144,6 +154,7 @@ func (c *call) wait(limit time.Duration, pumps int) (timedOut bool, ended procs.
 			fail(c.announce())
 		case <-exited:
 			exited, ended = nil, c.process.Status()
+			c.hangUp()
 		case pumpErr := <-c.pumped:
 			pumps--
 			fail(pumpErr)
@@ -228,8 +239,33 @@ func (c *call) startPumps() int {
 	return 2
 }
 
+// hangUp makes the pump of a terminal stop once nothing comes any more. The kernel
+// hangs a terminal up with the end of the program, which leads its session: others
+// that hold it can write nothing more, but keep it from ending.
+func (c *call) hangUp() {
+	if !c.process.TTY() {
+		return
+	}
+	c.deadlines.Lock()
+	c.hungUp = true
+	c.deadlines.Unlock()
+	c.waitForMore()
+}
+
+// waitForMore gives the output of a terminal that was hung up time for more.
+func (c *call) waitForMore() {
+	c.deadlines.Lock()
+	defer c.deadlines.Unlock()
+	if c.hungUp && !c.over {
+		_ = c.process.Stdout.SetReadDeadline(time.Now().Add(hangupGrace))
+	}
+}
+
 // endPumps makes the pumps stop at what the pipes hold now.
 func (c *call) endPumps() {
+	c.deadlines.Lock()
+	defer c.deadlines.Unlock()
+	c.over = true
 	past := time.Unix(1, 0)
 	_ = c.process.Stdout.SetReadDeadline(past)
 	if c.process.Stderr != nil {
@@ -259,6 +295,7 @@ func (c *call) pump(from *os.File, message func([]byte) *guestv1.ExecResponse) e
 			if err := c.send(message(buf[:n])); err != nil {
 				return err
 			}
+			c.waitForMore()
 		}
 	}
 	return nil

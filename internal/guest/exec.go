@@ -102,7 +102,8 @@ type SpawnError struct {
 func (e *SpawnError) Error() string { return e.Message }
 
 // Exec runs cmd and returns when it has ended and its output was written; a
-// background child that keeps the output open keeps the call open. A program
+// background child that keeps the output open keeps the call open, unless that is
+// a terminal. A program
 // that cannot be started, fails, is killed or runs out of time is a Result, not
 // an error. When ctx ends, the program's process group is killed and ctx's
 // cause returned at once.

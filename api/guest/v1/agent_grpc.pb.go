@@ -59,7 +59,8 @@ type AgentServiceClient interface {
 	//
 	// `exit` is sent when the process has ended and both output pipes are at
 	// their end, so a background child that keeps stdout open keeps the call
-	// open; after the time-out or a cancelled call everything in the program's
+	// open, but for a terminal, which is hung up when the process ends and given
+	// up when nothing has come for 1 s; after the time-out or a cancelled call everything in the program's
 	// process group is killed, and a pipe still open is given up 1 s later.
 	// A client that cancels or disappears kills the process group.
 	// stdin data that the program does not read waits; it blocks nothing else.
@@ -141,7 +142,8 @@ type AgentServiceServer interface {
 	//
 	// `exit` is sent when the process has ended and both output pipes are at
 	// their end, so a background child that keeps stdout open keeps the call
-	// open; after the time-out or a cancelled call everything in the program's
+	// open, but for a terminal, which is hung up when the process ends and given
+	// up when nothing has come for 1 s; after the time-out or a cancelled call everything in the program's
 	// process group is killed, and a pipe still open is given up 1 s later.
 	// A client that cancels or disappears kills the process group.
 	// stdin data that the program does not read waits; it blocks nothing else.
