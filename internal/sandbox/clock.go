@@ -32,20 +32,18 @@ func (c *hostClock) moved() bool {
 	return true
 }
 
-// followClock sets the clocks of all sandboxes when the host's has moved. One that
-// does not answer keeps its own.
+// followClock sets the clocks of sandboxes when the host's has moved. One that does
+// not answer keeps its own.
 func (m *Manager) followClock() {
 	m.mu.Lock()
-	var all []*entry
-	if m.clock.moved() {
-		for _, e := range m.entries {
-			if e.ending == nil {
-				all = append(all, e)
-			}
+	var late []*entry
+	for _, e := range m.entries {
+		if e.ending == nil && e.clock.moved() {
+			late = append(late, e)
 		}
 	}
 	m.mu.Unlock()
-	m.each(all, func(ctx context.Context, e *entry) {
+	m.each(late, func(ctx context.Context, e *entry) {
 		behind, err := e.machine.Guest().SetTime(ctx, time.Now())
 		if err != nil {
 			m.cfg.Log.Warn("set a sandbox's clock", "sandbox_id", e.id, "error", err)

@@ -24,5 +24,7 @@ func StartOn(cfg Config, launch func(context.Context, vm.Request) (Machine, erro
 func (m *Manager) MoveClock(d time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.clock.wall = m.clock.wall.Add(-d)
+	for _, e := range m.entries {
+		e.clock.wall = e.clock.wall.Add(-d)
+	}
 }

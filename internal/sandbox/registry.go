@@ -91,9 +91,8 @@ type Manager struct {
 	used    uint32
 	entries map[string]*entry
 	// made counts the sandboxes ever registered.
-	made  uint64
-	lost  lost
-	clock hostClock
+	made uint64
+	lost lost
 }
 
 var _ Functions = (*Manager)(nil)
@@ -118,6 +117,8 @@ type entry struct {
 	life         context.Context //nolint:containedctx // the lifetime of the sandbox itself
 	cut          context.CancelCauseFunc
 	lastActivity time.Time
+	// clock is the host's, from before the guest was told the time.
+	clock hostClock
 	// execs are the programs that run, ops the other calls under way.
 	execs, ops uint32
 	// ending is set while a stop is under way.
@@ -135,7 +136,7 @@ func start(cfg Config, launch func(context.Context, vm.Request) (machine, error)
 	}
 	cfg.MaxExecs = max(cfg.MaxExecs, 1)
 	cfg.MaxExecTimeoutMs = max(cfg.MaxExecTimeoutMs, 1)
-	m := &Manager{cfg: cfg, launch: launch, entries: map[string]*entry{}, clock: newHostClock()}
+	m := &Manager{cfg: cfg, launch: launch, entries: map[string]*entry{}}
 	m.life, m.end = context.WithCancelCause(context.Background())
 	m.orderly, m.rush = context.WithCancel(context.Background())
 	m.tasks.Go(m.reapIdle)
