@@ -36,7 +36,8 @@ var ErrNoSnapshot = errors.New("no snapshot of this machine can be made at the m
 // SnapshotInputs are all that the content of a snapshot depends on.
 type SnapshotInputs struct {
 	// Files are programs and data that must be as they were, byte by byte: the
-	// emulator, the program that runs it, the kernel.
+	// emulator, the program that runs it, the kernel. They are not read: Go programs
+	// tell by their build ID, others by what the system says of the file.
 	Files []string
 	// Contents are small files that must say the same, whatever their age.
 	Contents []string
@@ -101,7 +102,7 @@ func (in SnapshotInputs) name() (string, error) {
 		if err != nil {
 			return "", err
 		}
-		parts = append(parts, file, stamp(info))
+		parts = append(parts, file, identity(file, info))
 	}
 	for _, file := range in.Contents {
 		content, err := os.ReadFile(file)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -33,6 +34,38 @@ func saveText(text string, calls *atomic.Int32) func(context.Context, *os.File) 
 		calls.Add(1)
 		_, err := f.WriteString(text)
 		return err
+	}
+}
+
+// A Go program that was touched, as a build does that changes nothing, is the same;
+// any other file may have changed.
+func TestSnapshotOutlivesATouchedProgram(t *testing.T) {
+	t.Parallel()
+	if runtime.GOOS != "linux" {
+		t.Skip("SKIPPED: the build ID is looked for in ELF files")
+	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	root, in := privateDir(t), snapshotInputs(t)
+	program := filepath.Join(t.TempDir(), "krun-shim")
+	writeFile(t, program, readFile(t, self), 0o700)
+	in.Files = append(in.Files, program)
+	var calls atomic.Int32
+	for i, touched := range []string{"", program, in.Files[0]} {
+		if touched != "" {
+			day := time.Now().Add(time.Duration(i) * 24 * time.Hour)
+			if err := os.Chtimes(touched, day, day); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := vmassets.Snapshot(t.Context(), root, in, saveText("state", &calls)); err != nil {
+			t.Fatal(err)
+		}
+		if want := int32(1 + i/2); calls.Load() != want {
+			t.Errorf("touched %q: it was made %d times, want %d", touched, calls.Load(), want)
+		}
 	}
 }
 
