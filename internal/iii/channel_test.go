@@ -207,18 +207,7 @@ func TestReaderThatLeavesEndsTheWriter(t *testing.T) {
 	ctx := within(t)
 	engine := startEngine(t, iiitest.Options{})
 	c := open(t, iii.Options{URL: engine.URL()})
-	w, r, err := c.CreateChannel(ctx, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	writer, err := c.OpenWriter(ctx, w, iii.ChannelOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	reader, err := c.OpenReader(ctx, r, iii.ChannelOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	writer, reader := ends(t, c, 1, iii.ChannelOptions{})
 	wrote := make(chan error, 1)
 	go func() {
 		for {
@@ -239,8 +228,8 @@ func TestReaderThatLeavesEndsTheWriter(t *testing.T) {
 	<-writer.Done()
 	_ = writer.Close()
 	_ = writer.Close()
-	if err := engine.Await(ctx, func() bool { return true }); err != nil {
-		t.Fatal(err)
+	if err := engine.Await(ctx, func() bool { return engine.Channels() == 0 }); err != nil {
+		t.Errorf("the engine keeps the channel: %v", err)
 	}
 }
 
@@ -320,21 +309,9 @@ func TestUnusedChannelIsSwept(t *testing.T) {
 
 func TestEngineThatDiesIsNotTheEndOfAStream(t *testing.T) {
 	t.Parallel()
-	ctx := within(t)
 	engine := startEngine(t, iiitest.Options{})
 	c := open(t, iii.Options{URL: engine.URL()})
-	w, r, err := c.CreateChannel(ctx, 1)
-	if err != nil {
-		t.Fatal(err)
-	}
-	writer, err := c.OpenWriter(ctx, w, iii.ChannelOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	reader, err := c.OpenReader(ctx, r, iii.ChannelOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	writer, reader := ends(t, c, 1, iii.ChannelOptions{})
 	if _, err := writer.Write([]byte("half")); err != nil {
 		t.Fatal(err)
 	}

@@ -52,6 +52,7 @@ func (e *Engine) createChannel(r createChannelRequest) (any, error) {
 	c := &channel{id: uuid.NewString(), key: uuid.NewString(), created: time.Now(), queue: make(chan part, size), gone: make(chan struct{})}
 	e.mu.Lock()
 	e.channels[c.id] = c
+	e.change()
 	e.mu.Unlock()
 	ref := func(direction string) map[string]string {
 		return map[string]string{"channel_id": c.id, "access_key": c.key, "direction": direction}
@@ -175,6 +176,7 @@ func (e *Engine) endOf(c *channel) {
 	defer e.mu.Unlock()
 	if c.left++; c.left == 2 {
 		delete(e.channels, c.id)
+		e.change()
 	}
 }
 
@@ -195,6 +197,7 @@ func (e *Engine) sweepChannels() {
 				continue
 			}
 			delete(e.channels, id)
+			e.change()
 			// Nobody can take these ends any more, so nobody else closes.
 			if c.writing {
 				_ = c.writer.Close()

@@ -88,7 +88,7 @@ type Engine struct {
 	mu sync.Mutex
 	// closed keeps goroutines from being added to group.
 	closed bool
-	// changed is closed and replaced whenever workers or functions change.
+	// changed is closed and replaced whenever workers, functions or channels change.
 	changed   chan struct{}
 	conns     map[net.Conn]struct{}
 	workers   map[string]*worker // by id
@@ -245,7 +245,8 @@ func (e *Engine) serveTelemetry(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// change wakes those that wait for workers and functions. The caller holds mu.
+// change wakes those that wait for workers, functions and channels. The caller
+// holds mu.
 func (e *Engine) change() {
 	close(e.changed)
 	e.changed = make(chan struct{})

@@ -94,8 +94,8 @@ func (e *Engine) HasFunction(id string) bool {
 	return e.functions[name{defaultNamespace, id}] != nil
 }
 
-// Await waits until ok holds, which is asked anew whenever a worker or a function
-// comes or goes. It returns ctx's error when that ends first.
+// Await waits until ok holds, which is asked anew whenever a worker, a function or a
+// channel comes or goes. It returns ctx's error when that ends first.
 func (e *Engine) Await(ctx context.Context, ok func() bool) error {
 	for {
 		e.mu.Lock()
