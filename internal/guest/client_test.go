@@ -247,21 +247,21 @@ func TestUnreadStdinDoesNotHoldTheCall(t *testing.T) {
 		<-full
 		return stream.Send(exit(&guestv1.ExecExit{ExitCode: 3}))
 	}})
-	result, err := c.Exec(bounded(t), guest.Command{Argv: []string{"true"}}, guest.IO{Stdin: &endless{after: 32, full: full}})
+	result, err := c.Exec(bounded(t), guest.Command{Argv: []string{"true"}}, guest.IO{Stdin: &endless{full: full}})
 	if err != nil || result.ExitCode != 3 {
 		t.Errorf("%+v, %v", result, err)
 	}
 }
 
-// endless is a reader without end that tells when it has been read some times.
+// endless is a reader without end that closes full when it is read for the second
+// time: what it gave the first time is on its way then.
 type endless struct {
-	after int
+	reads int
 	full  chan struct{}
 }
 
 func (e *endless) Read(p []byte) (int, error) {
-	// The second time: nobody has read the first chunk.
-	if e.after--; e.after == 30 {
+	if e.reads++; e.reads == 2 {
 		close(e.full)
 	}
 	return len(p), nil
