@@ -11,9 +11,9 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agent/procs"
 )
 
-// maxPending is how much stdin waits in the agent for a program that does not
-// read; behind it, HTTP/2's window holds the client back. Signals and sizes
-// overtake what waits here.
+// maxPending is how many bytes of stdin wait in the agent for a program that does
+// not read, beside as many that are being written to it; behind them, HTTP/2's
+// window holds the client back. Signals and sizes overtake what waits here.
 const maxPending = 256 << 10
 
 // endOfFile is the character that a terminal's line discipline takes for the
