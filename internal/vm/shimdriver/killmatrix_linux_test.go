@@ -90,6 +90,10 @@ type watched struct {
 func (w *watched) Start(ctx context.Context, spec *bootspec.Spec, lock *os.File) (vm.Process, error) {
 	p, err := w.Driver.Start(ctx, spec, lock)
 	if err == nil {
+		select {
+		case <-w.started: // of a boot that is repeated
+		default:
+		}
 		w.started <- p
 	}
 	return p, err
@@ -198,12 +202,13 @@ var bootSteps = []string{"started", "entered", "printed"} //nolint:gochecknoglob
 func (x matrix) whileItBoots(t *testing.T) {
 	for _, v := range []victim{victimShim, victimVMM} {
 		for _, step := range bootSteps {
-			t.Run(fmt.Sprintf("%s/%s", v, step), func(t *testing.T) { x.killedBoot(t, v, step) })
+			t.Run(fmt.Sprintf("%s/%s", v, step), func(t *testing.T) { x.killedBoot(t, v, step, true) })
 		}
 	}
 }
 
-func (x matrix) killedBoot(t *testing.T, v victim, step string) {
+// killedBoot boots once more, if again, when the emulator lost the guest.
+func (x matrix) killedBoot(t *testing.T, v victim, step string, again bool) {
 	e := x.open(t)
 	driver := &watched{Driver: e.Driver, started: make(chan vm.Process, 1)}
 	during := *e
@@ -221,10 +226,11 @@ func (x matrix) killedBoot(t *testing.T, v victim, step string) {
 		failed <- err
 	}()
 	f := x.familyOf(t, (<-driver.started).PID())
+	var early error
 	vmtest.Eventually(t, patience, "step "+step, func() bool {
 		select {
-		case err := <-failed:
-			t.Fatalf("the boot ended before it was killed: %v", err)
+		case early = <-failed:
+			return true
 		default:
 		}
 		switch step {
@@ -236,6 +242,13 @@ func (x matrix) killedBoot(t *testing.T, v victim, step string) {
 		}
 		return true
 	})
+	if again && vmtest.LostByEmulator(t, early) {
+		x.killedBoot(t, v, step, false)
+		return
+	}
+	if early != nil {
+		t.Fatalf("the boot ended before it was killed: %v", early)
+	}
 	f.kill(t, v)
 	err := <-failed
 	f.checkGone(t, e)
