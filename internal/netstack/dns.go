@@ -89,8 +89,8 @@ func (g *Gateway) serveDNS(conn net.Conn) {
 	defer stop()
 	for g.ctx.Err() == nil {
 		_ = conn.SetDeadline(time.Now().Add(dnsIdle))
-		query, err := readMessage(conn)
-		if err != nil || len(query) < dnsHeader || len(query) > maxQuery {
+		query, err := readMessage(conn, maxQuery)
+		if err != nil || len(query) < dnsHeader {
 			return
 		}
 		var reply []byte
@@ -183,17 +183,20 @@ func (d *dnsServer) learn(q *query, reply []byte) {
 	if err != nil {
 		return
 	}
-	names := map[string]bool{strings.ToLower(q.question.Name.String()): true}
-	for grew := true; grew; {
-		grew = false
-		for _, record := range records {
-			alias, ok := record.Body.(*dnsmessage.CNAMEResource)
-			if !ok || !names[strings.ToLower(record.Header.Name.String())] {
-				continue
-			}
-			if to := strings.ToLower(alias.CNAME.String()); !names[to] {
-				names[to], grew = true, true
-			}
+	aliases := map[string][]string{}
+	for _, record := range records {
+		if alias, ok := record.Body.(*dnsmessage.CNAMEResource); ok {
+			from := strings.ToLower(record.Header.Name.String())
+			aliases[from] = append(aliases[from], strings.ToLower(alias.CNAME.String()))
+		}
+	}
+	names := map[string]bool{}
+	for next := []string{strings.ToLower(q.question.Name.String())}; len(next) > 0; {
+		name := next[len(next)-1]
+		next = next[:len(next)-1]
+		if !names[name] {
+			names[name] = true
+			next = append(next, aliases[name]...)
 		}
 	}
 	for _, record := range records {

@@ -17,7 +17,13 @@ const (
 	otherTraffic egress.Reason = "a protocol that does not leave the VM"
 	ownNetwork   egress.Reason = "an address of the VM's own network"
 	closedPort   egress.Reason = "a port of the gateway that is not open"
+	tinySegments egress.Reason = "TCP segments smaller than any host has"
 )
+
+// minMSS is the least maximum segment size that a guest may ask for, the one that
+// hosts have without asking (RFC 9293, 3.7.1). Each segment that is on its way
+// costs the gateway some 700 bytes besides its data.
+const minMSS = header.TCPDefaultMSS
 
 // verdict is what becomes of a frame. The zero value is to drop it: it is
 // malformed, or of a kind that guests send without harm or hope.
@@ -105,7 +111,9 @@ func (o *Options) inspect4(packet []byte) verdict {
 		return refuse(egress.HostLoopback, proto, dst)
 	}
 	switch proto {
-	case header.TCPProtocolNumber, header.UDPProtocolNumber:
+	case header.TCPProtocolNumber:
+		return inspectTCP(ip.Payload(), int(ip.FragmentOffset()), ip.More(), dst)
+	case header.UDPProtocolNumber:
 		return verdict{deliver: true}
 	case header.ICMPv4ProtocolNumber:
 		if ip.FragmentOffset() > 0 {
@@ -139,12 +147,14 @@ func (o *Options) inspect6(packet []byte) verdict {
 		}
 		return deny(spoofed, proto, dst)
 	}
-	fragment := false
+	fragment, offset, more := false, 0, false
 	if proto == tcpip.TransportProtocolNumber(header.IPv6FragmentHeader) {
 		if len(payload) < header.IPv6FragmentHeaderSize {
 			return verdict{}
 		}
-		proto, fragment = tcpip.TransportProtocolNumber(payload[0]), true
+		h := header.IPv6Fragment(payload)
+		proto, fragment, offset, more = h.TransportProtocol(), true, 8*int(h.FragmentOffset()), h.More()
+		payload = payload[header.IPv6FragmentHeaderSize:]
 	}
 	switch {
 	case proto == header.ICMPv6ProtocolNumber && !fragment && o.discovery(payload):
@@ -160,10 +170,12 @@ func (o *Options) inspect6(packet []byte) verdict {
 		return refuse(egress.HostLoopback, proto, dst)
 	}
 	switch proto {
-	case header.TCPProtocolNumber, header.UDPProtocolNumber:
+	case header.TCPProtocolNumber:
+		return inspectTCP(payload, offset, more, dst)
+	case header.UDPProtocolNumber:
 		return verdict{deliver: true}
 	case header.ICMPv6ProtocolNumber:
-		if fragment {
+		if offset > 0 {
 			return verdict{deliver: dst == o.Gateway6}
 		}
 		icmp := header.ICMPv6(payload)
@@ -180,6 +192,30 @@ func (o *Options) inspect6(packet []byte) verdict {
 		return deny(otherTraffic, proto, dst)
 	}
 	return refuse(otherTraffic, proto, dst)
+}
+
+// inspectTCP judges the TCP of a packet, or of a fragment of one: where it begins
+// there, and whether more follow. What is said in a SYN has to be seen in one piece
+// (RFC 3128).
+func inspectTCP(payload []byte, offset int, more bool, dst netip.Addr) verdict {
+	if offset > 0 {
+		return verdict{deliver: offset >= header.TCPMinimumSize}
+	}
+	segment := header.TCP(payload)
+	if len(segment) < header.TCPMinimumSize {
+		return verdict{}
+	}
+	if !segment.Flags().Contains(header.TCPFlagSyn) {
+		return verdict{deliver: true}
+	}
+	end := int(segment.DataOffset())
+	switch {
+	case more, end < header.TCPMinimumSize, end > len(segment):
+		return verdict{}
+	case header.ParseSynOptions(segment.Options(), false).MSS < minMSS:
+		return refuse(tinySegments, header.TCPProtocolNumber, dst)
+	}
+	return verdict{deliver: true}
 }
 
 // discovery tells whether an ICMPv6 message is neighbour discovery that the

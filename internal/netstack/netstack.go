@@ -82,7 +82,7 @@ func Start(opts Options) (_ *Gateway, err error) {
 		return nil, fmt.Errorf("network: %w", err)
 	}
 	if opts.Dial == nil {
-		opts.Dial = (&net.Dialer{}).DialContext
+		opts.Dial = (&net.Dialer{Control: forbidBroadcast}).DialContext
 	}
 	opts.Log = opts.Log.With("vm", opts.ID)
 	checker, err := egress.New(opts.Policy)

@@ -23,6 +23,10 @@ const (
 	// closeTimeout is how long a guest may take to acknowledge the end of a
 	// connection that both sides have ended.
 	closeTimeout = 10 * time.Second
+	// A guest whose side has ended is asked every halfOpenProbe whether it still
+	// waits for the other: Linux forgets a socket that nobody has open any more after
+	// a minute, without a word.
+	halfOpenProbe = 75 * time.Second
 )
 
 // chunks is a pool of buffers of chunkSize.
@@ -44,8 +48,13 @@ func (g *Gateway) relay(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) {
 	defer stop()
 	var up sync.WaitGroup
 	var upEnded atomic.Bool
+	downEnded := make(chan struct{})
 	up.Go(func() {
-		if err := g.fromGuest(ep, queue, conn, &upEnded); err != nil {
+		err := g.fromGuest(ep, queue, conn, &upEnded)
+		if err == nil {
+			err = stillThere(ep, queue, downEnded)
+		}
+		if err != nil {
 			ep.Abort()
 			abort(conn)
 		}
@@ -54,6 +63,7 @@ func (g *Gateway) relay(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Conn) {
 		ep.Abort()
 		abort(conn)
 	}
+	close(downEnded)
 	up.Wait()
 	_ = conn.Close()
 	g.finish(ep, queue)
@@ -81,6 +91,35 @@ func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Con
 			return nil
 		case err != nil:
 			return err
+		}
+	}
+}
+
+// stillThere waits for the end of the other direction after the guest's own; an
+// error means that the guest went away before, which nothing that the host does not
+// send would tell.
+func stillThere(ep tcpip.Endpoint, queue *waiter.Queue, downEnded <-chan struct{}) error {
+	entry, gone := waiter.NewChannelEntry(waiter.EventErr | waiter.EventHUp)
+	queue.EventRegister(&entry)
+	defer queue.EventUnregister(&entry)
+	every := tcpip.KeepaliveIntervalOption(halfOpenProbe)
+	idle := tcpip.KeepaliveIdleOption(halfOpenProbe)
+	_, _ = ep.SetSockOpt(&every), ep.SetSockOpt(&idle) // which they all have
+	ep.SocketOptions().SetKeepAlive(true)
+	for {
+		switch tcp.EndpointState(ep.State()) {
+		case tcp.StateClose, tcp.StateError:
+			select {
+			case <-downEnded:
+				return nil
+			default:
+				return errReset
+			}
+		}
+		select {
+		case <-gone:
+		case <-downEnded:
+			return nil
 		}
 	}
 }

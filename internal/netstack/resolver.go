@@ -142,18 +142,18 @@ func serverFailed(reply []byte) bool {
 
 // askOne asks one server, from a port of its own and under an id of its own.
 func (r *resolver) askOne(ctx context.Context, network, server string, query []byte, question dnsmessage.Question) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(ctx, serverTimeout)
+	deadline := time.Now().Add(serverTimeout)
+	dialing, cancel := context.WithDeadline(ctx, deadline)
 	defer cancel()
-	conn, err := r.dial(ctx, network, server)
+	conn, err := r.dial(dialing, network, server)
 	if err != nil {
 		return nil, fmt.Errorf("ask %s: %w", server, err)
 	}
 	defer conn.Close() //nolint:errcheck // nothing is lost
+	// By the caller's end alone: the deadline's error has to be a time-out.
 	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
 	defer stop()
-	if deadline, ok := ctx.Deadline(); ok {
-		_ = conn.SetDeadline(deadline)
-	}
+	_ = conn.SetDeadline(deadline)
 	query = bytes.Clone(query)
 	if _, err := rand.Read(query[:2]); err != nil {
 		return nil, err
@@ -182,20 +182,30 @@ func (r *resolver) askOne(ctx context.Context, network, server string, query []b
 
 func readReply(network string, conn net.Conn) ([]byte, error) {
 	if network == "tcp" {
-		return readMessage(conn)
+		return readMessage(conn, maxMessage)
 	}
 	buf := make([]byte, 4096) // what dnsServer asks for at most
 	n, err := conn.Read(buf)
 	return buf[:n], err
 }
 
-// readMessage reads one message of DNS over TCP: its length first.
-func readMessage(r io.Reader) ([]byte, error) {
+// maxMessage is the longest message of DNS over TCP.
+const maxMessage = 1<<16 - 1
+
+var errLongMessage = errors.New("the message is longer than any that is expected")
+
+// readMessage reads one message of DNS over TCP: its length first, and nothing
+// behind one that is larger than limit.
+func readMessage(r io.Reader, limit int) ([]byte, error) {
 	var length [2]byte
 	if _, err := io.ReadFull(r, length[:]); err != nil {
 		return nil, err
 	}
-	message := make([]byte, binary.BigEndian.Uint16(length[:]))
+	size := int(binary.BigEndian.Uint16(length[:]))
+	if size > limit {
+		return nil, errLongMessage
+	}
+	message := make([]byte, size)
 	_, err := io.ReadFull(r, message)
 	return message, err
 }

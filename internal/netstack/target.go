@@ -6,7 +6,10 @@ import (
 	"net"
 	"net/netip"
 	"strconv"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/egress"
 )
@@ -55,6 +58,16 @@ func reasonOf(err error) egress.Reason {
 		return denial.Reason
 	}
 	return egress.NotAllowed
+}
+
+// forbidBroadcast undoes what package net does to each socket: the host's kernel,
+// which knows its broadcast addresses better than any list, refuses them then.
+func forbidBroadcast(_, _ string, socket syscall.RawConn) error {
+	var err error
+	errControl := socket.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_BROADCAST, 0)
+	})
+	return errors.Join(errControl, err)
 }
 
 // dial opens the host's side of a flow.

@@ -124,12 +124,19 @@ func (g *Gateway) releaseTCP() {
 	g.tcp.live--
 }
 
-func (g *Gateway) forget(id stack.TransportEndpointID) *opening {
+func (g *Gateway) forget(id stack.TransportEndpointID) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	o := g.tcp.pending[id]
 	delete(g.tcp.pending, id)
-	return o
+}
+
+// complete ends a request, with a reset or without. The forwarder ends it first: it
+// drops the SYN of a connection that it has, and a place taken for that one would
+// never be given back.
+func (g *Gateway) complete(request *tcp.ForwarderRequest, reset bool) {
+	id := request.ID()
+	request.Complete(reset)
+	g.forget(id)
 }
 
 // open runs one flow: first the host's side, then, if that stands, the guest's.
@@ -150,8 +157,7 @@ func (g *Gateway) open(request *tcp.ForwarderRequest) {
 	}
 	conn, err := g.dial(egress.TCP, o.to)
 	if err != nil {
-		g.forget(id)
-		request.Complete(g.refuse(o, err))
+		g.complete(request, g.refuse(o, err))
 		return
 	}
 	ep, queue := g.accept(request, o)
@@ -197,12 +203,10 @@ func (g *Gateway) accept(request *tcp.ForwarderRequest, o *opening) (tcpip.Endpo
 	timeout := time.AfterFunc(handshakeTimeout, func() { g.abortHandshake(id) })
 	ep, err := request.CreateEndpoint(queue)
 	timeout.Stop()
-	g.forget(id)
+	g.complete(request, err != nil)
 	if err != nil {
-		request.Complete(true)
 		return nil, nil
 	}
-	request.Complete(false)
 	ep.SocketOptions().SetSendBufferSize(int64(o.buffer), true)
 	return ep, queue
 }
@@ -227,11 +231,12 @@ func (g *Gateway) connect(ctx context.Context, port uint16, buffer int) (tcpip.E
 	if err != nil {
 		return nil, nil, errors.New(err.String())
 	}
+	ep.SocketOptions().SetSendBufferSize(int64(buffer), true)
+	ep.SocketOptions().SetReceiveBufferSize(int64(buffer), true)
+	// Not before: to have room is an event, too, and would look like a connection.
 	entry, writable := waiter.NewChannelEntry(waiter.WritableEvents | waiter.EventErr | waiter.EventHUp)
 	queue.EventRegister(&entry)
 	defer queue.EventUnregister(&entry)
-	ep.SocketOptions().SetSendBufferSize(int64(buffer), true)
-	ep.SocketOptions().SetReceiveBufferSize(int64(buffer), true)
 	if err = ep.Bind(tcpip.FullAddress{NIC: nicID, Addr: tcpipAddr(g.opts.Gateway4)}); err == nil {
 		err = ep.Connect(tcpip.FullAddress{NIC: nicID, Addr: tcpipAddr(g.opts.Guest4.Addr()), Port: port})
 	}
