@@ -59,19 +59,21 @@ func (n *networkFlags) apply(req *sandbox.BootRequest) error {
 
 // allowRule reads HOST[:PORT] and its kin; what is wrong with it the policy tells.
 func allowRule(text string) egress.Rule {
-	host, port := text, ""
+	host, port, hasPort := text, "", false
 	if rest, ok := strings.CutPrefix(text, "["); ok {
-		host, port, _ = strings.Cut(rest, "]")
-		port = strings.TrimPrefix(port, ":")
+		if address, behind, closed := strings.Cut(rest, "]"); closed && (behind == "" || behind[0] == ':') {
+			host = address
+			port, hasPort = strings.CutPrefix(behind, ":")
+		}
 	} else if strings.Count(text, ":") == 1 {
-		host, port, _ = strings.Cut(text, ":")
+		host, port, hasPort = strings.Cut(text, ":")
 	}
 	rule := egress.Rule{Name: host}
 	_, notAddress := netip.ParseAddr(host)
 	if _, notPrefix := netip.ParsePrefix(host); notAddress == nil || notPrefix == nil || strings.Contains(host, "/") {
 		rule = egress.Rule{CIDR: host}
 	}
-	if port != "" {
+	if hasPort { // an empty one is a mistake, not every port
 		rule.Ports = []string{port}
 	}
 	return rule

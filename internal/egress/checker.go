@@ -56,7 +56,8 @@ func New(p Policy) (*Checker, error) {
 }
 
 // SetHost replaces the host's own addresses: each with the prefix of its network,
-// whose broadcast address is denied too.
+// whose broadcast address is denied too, and with IPv6 the address that is the
+// host's where it is a router (subnet-router anycast, RFC 4291, 2.6.1).
 func (c *Checker) SetHost(interfaces []netip.Prefix) {
 	host := make(map[netip.Addr]Reason, 2*len(interfaces))
 	for _, prefix := range interfaces {
@@ -70,6 +71,9 @@ func (c *Checker) SetHost(interfaces []netip.Prefix) {
 			// Both ends of the range are broadcast addresses, the first by BSD's
 			// old use.
 			host[first], host[netip.AddrFrom4(last)] = Broadcast, Broadcast
+		}
+		if addr.Is6() && prefix.Bits() < 127 {
+			host[prefix.Masked().Addr().WithZone("")] = HostAddress
 		}
 	}
 	for _, prefix := range interfaces {

@@ -48,10 +48,11 @@ func TestAlwaysDenied(t *testing.T) {
 		"127.0.0.1": egress.HostLoopback, "127.255.255.254": egress.HostLoopback, "::1": egress.HostLoopback,
 		"0.0.0.0": egress.Unspecified, "0.0.0.1": egress.Unspecified, "::": egress.Unspecified, "240.0.0.1": egress.Unspecified,
 		"10.1.2.3": egress.HostAddress, "172.17.0.1": egress.HostAddress, "2001:db8:1::5": egress.HostAddress,
-		"10.9.9.9":   egress.HostAddress,
-		"10.1.2.255": egress.Broadcast, "10.1.2.0": egress.Broadcast, "172.17.255.255": egress.Broadcast, "255.255.255.255": egress.Broadcast,
+		"2001:db8:1::": egress.HostAddress, // where the host is a router
+		"10.9.9.9":     egress.HostAddress,
+		"10.1.2.255":   egress.Broadcast, "10.1.2.0": egress.Broadcast, "172.17.255.255": egress.Broadcast, "255.255.255.255": egress.Broadcast,
 		"169.254.169.254": egress.LinkLocal, "169.254.0.0": egress.LinkLocal, "fe80::1": egress.LinkLocal, "febf::1": egress.LinkLocal,
-		"fd00:ec2::254": egress.Metadata, "100.100.100.200": egress.Metadata, "168.63.129.16": egress.Metadata, "192.0.0.192": egress.Metadata,
+		"fd00:ec2::254": egress.Metadata, "100.100.100.200": egress.Metadata, "168.63.129.16": egress.Metadata, "192.0.0.192": egress.Metadata, "fd00:42::42": egress.Metadata,
 		"224.0.0.1": egress.Multicast, "239.255.255.255": egress.Multicast, "ff02::1": egress.Multicast, "ff0e::1": egress.Multicast,
 
 		"::ffff:127.0.0.1": egress.HostLoopback, "::ffff:10.1.2.3": egress.HostAddress, "::ffff:169.254.169.254": egress.LinkLocal,

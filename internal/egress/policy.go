@@ -286,6 +286,11 @@ func parseName(text string) (name string, wild bool, err error) {
 	if _, err := netip.ParseAddr(name); err == nil {
 		return "", false, fmt.Errorf("name %s is an address: write it as cidr", text)
 	}
+	// No name ends in a number (RFC 3696, 2): it is an address cut short, or one in
+	// a form that programs read differently.
+	if last := name[strings.LastIndexByte(name, '.')+1:]; '0' <= last[0] && last[0] <= '9' && isNumber(last) {
+		return "", false, fmt.Errorf("name %s is no name, since it ends in a number: write an address in full, as cidr", text)
+	}
 	if wild {
 		name = "." + name
 	}
@@ -302,6 +307,11 @@ func canonicalName(name string) string {
 		}
 	}
 	return string(b)
+}
+
+func isNumber(label string) bool {
+	_, err := strconv.ParseUint(label, 0, 64)
+	return err == nil
 }
 
 func validName(name string) bool {

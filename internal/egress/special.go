@@ -33,6 +33,7 @@ var specials = []special{
 	{netip.MustParsePrefix("192.0.0.0/24"), Metadata},       // protocol assignments; Oracle
 	{netip.MustParsePrefix("fd00:ec2::/32"), Metadata},      // AWS
 	{netip.MustParsePrefix("fd20:ce::254/128"), Metadata},   // Google
+	{netip.MustParsePrefix("fd00:42::42/128"), Metadata},    // Scaleway
 	{netip.MustParsePrefix("255.255.255.255/32"), Broadcast},
 	{netip.MustParsePrefix("0.0.0.0/8"), Unspecified},
 	{netip.MustParsePrefix("127.0.0.0/8"), HostLoopback},

@@ -50,7 +50,7 @@ func openNetwork(log *slog.Logger, spec *bootspec.Spec) (_ *network, err error) 
 	for _, p := range spec.Network.Publish {
 		host := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), p.Host)
 		if _, err := gateway.Publish(host, p.Guest); err != nil {
-			return nil, fmt.Errorf("network: %w: publish another port, or 0 for one that is free", err)
+			return nil, fmt.Errorf("network: %w: publish another port of the host, or have a free one chosen", err)
 		}
 	}
 	return &network{gateway: gateway, guest: guest}, nil
