@@ -118,13 +118,14 @@ func allTries(secrets []string) []try {
 			hosts, ports[port] = append(hosts, host), true
 		}
 	}
-	for _, host := range hosts {
+	for i, host := range hosts {
+		id := uint16(i) + 1
 		for port := range ports {
 			address := net.JoinHostPort(host, port)
 			tries = append(tries, try{"tcp " + address, func() bool { return connects(address) }},
 				try{"udp " + address, func() bool { return answers(address) }})
 		}
-		tries = append(tries, try{"ping " + host, func() bool { return pings(host) }})
+		tries = append(tries, try{"ping " + host, func() bool { return pings(host, id) }})
 	}
 	for _, name := range []string{"host.iii.internal", "host.docker.internal", "gateway", "example.com", "metadata.google.internal"} {
 		tries = append(tries, try{"lookup " + name, func() bool { return resolves(name) }})
@@ -170,7 +171,7 @@ func answers(address string) bool {
 }
 
 // pings sends an echo request that no process of this guest's loopback counts for.
-func pings(host string) bool {
+func pings(host string, id uint16) bool {
 	ip := net.ParseIP(host)
 	if ip == nil || ip.To4() == nil || ip.IsLoopback() || ip.IsUnspecified() {
 		return false
@@ -179,13 +180,33 @@ func pings(host string) bool {
 	if err != nil {
 		return false
 	}
-	defer c.Close() //nolint:errcheck // a try
-	if _, err := c.Write([]byte{8, 0, 0xf7, 0xfd, 0, 1, 0, 1}); err != nil {
+	defer c.Close()                           //nolint:errcheck // a try
+	request := []byte{8, 0, 0, 0, 0, 0, 0, 0} // with a checksum, and an id
+	binary.BigEndian.PutUint16(request[2:], ^(8<<8 + id))
+	binary.BigEndian.PutUint16(request[4:], id)
+	if _, err := c.Write(request); err != nil {
 		return false
 	}
 	_ = c.SetReadDeadline(time.Now().Add(tryWait))
-	_, err = c.Read(make([]byte, 1500))
-	return err == nil
+	for packet := make([]byte, 1500); ; {
+		n, err := c.Read(packet)
+		if err != nil {
+			return false
+		}
+		if isEchoReply(packet[:n], id) {
+			return true
+		}
+	}
+}
+
+// isEchoReply tells the answer to a request of this id from other packets: until it
+// is connected, a raw socket gets what other tries cause, too. Packets of raw sockets
+// have their IP header.
+func isEchoReply(packet []byte, id uint16) bool {
+	if len(packet) > 0 && packet[0]>>4 == 4 {
+		packet = packet[min(int(packet[0]&0xf)*4, len(packet)):]
+	}
+	return len(packet) >= 8 && packet[0] == 0 && packet[1] == 0 && binary.BigEndian.Uint16(packet[4:]) == id
 }
 
 func resolves(name string) bool {
