@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"unsafe"
 )
@@ -71,6 +72,9 @@ func Open(library, firmware string) (*Library, error) {
 func load(path string, flags C.int) (unsafe.Pointer, error) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
+	// Each thread has an error of its own.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	handle := C.dlopen(name, flags)
 	if handle == nil {
 		return nil, errors.New(C.GoString(C.dlerror()))
