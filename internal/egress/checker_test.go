@@ -187,11 +187,11 @@ func TestAnswersEnd(t *testing.T) {
 		c := checker(t, egress.Policy{Mode: egress.Restricted, Allow: []egress.Rule{{Name: "*.example.com"}}})
 		first, second := netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("192.168.7.7")
 		c.Learn("a.example.com", []netip.Addr{first}, 0)
-		time.Sleep(egress.MinPin - time.Second) //nolint:forbidigo // of the bubble\'s time
+		time.Sleep(egress.MinPin - time.Second) //nolint:forbidigo // of the bubble's time
 		if got := reason(t, c, "tcp 203.0.113.1:80"); got != "" {
 			t.Errorf("within the least time: %q", got)
 		}
-		time.Sleep(2 * time.Second) //nolint:forbidigo // of the bubble\'s time
+		time.Sleep(2 * time.Second) //nolint:forbidigo // of the bubble's time
 		if got := reason(t, c, "tcp 203.0.113.1:80"); got != egress.NotAllowed {
 			t.Errorf("after its time: %q", got)
 		}
@@ -204,20 +204,20 @@ func TestAnswersEnd(t *testing.T) {
 		if got := reason(t, c, "tcp 192.168.7.7:80"); got != "" {
 			t.Errorf("the new address: %q", got)
 		}
-		time.Sleep(5*time.Minute + time.Second) //nolint:forbidigo // of the bubble\'s time
+		time.Sleep(5*time.Minute + time.Second) //nolint:forbidigo // of the bubble's time
 		if got := reason(t, c, "tcp 192.168.7.7:80"); got != egress.NotAllowed {
 			t.Errorf("the new address after its time: %q", got)
 		}
 		// A week is an hour.
 		c.Learn("a.example.com", []netip.Addr{first}, 7*24*time.Hour)
-		time.Sleep(egress.MaxPin + time.Second) //nolint:forbidigo // of the bubble\'s time
+		time.Sleep(egress.MaxPin + time.Second) //nolint:forbidigo // of the bubble's time
 		if got := reason(t, c, "tcp 203.0.113.1:80"); got != egress.NotAllowed {
 			t.Errorf("after an hour: %q", got)
 		}
 		// A shorter answer takes nothing from a longer one.
 		c.Learn("a.example.com", []netip.Addr{first}, 30*time.Minute)
 		c.Learn("a.example.com", []netip.Addr{first}, 0)
-		time.Sleep(20 * time.Minute) //nolint:forbidigo // of the bubble\'s time
+		time.Sleep(20 * time.Minute) //nolint:forbidigo // of the bubble's time
 		if got := reason(t, c, "tcp 203.0.113.1:80"); got != "" {
 			t.Errorf("within the longer answer: %q", got)
 		}
