@@ -20,8 +20,8 @@ const anyByte = -1
 // code around it that tells it from others. Each anyByte of right is that of wrong.
 type fault struct{ before, wrong, after, right []int }
 
-// faults are those of QEMU 7.2's helper_vmrun in target/i386/tcg/sysemu/svm_helper.c,
-// as compiled for Debian 12.
+// faults are those of QEMU 7.2 as compiled for Debian 12: two of helper_vmrun in
+// target/i386/tcg/sysemu/svm_helper.c and one of cpu_clear_ignne in fpu_helper.c.
 func faults() []fault {
 	const x = anyByte
 	return []fault{
@@ -53,6 +53,23 @@ func faults() []fault {
 			before: []int{0x39, 0xf9, 0x72, 0x0e, 0x85, 0xf6, 0x74, 0x0a}, // cmp, jb, test, je: whether one is pending
 			wrong:  []int{0x81, 0x8b, x, x, x, x, 0, 1, 0, 0},             // orl $0x100, interrupt_request
 			right:  []int{0xf0, 0x0f, 0xba, 0xab, x, x, x, x, 8, 0x90},    // lock btsl $8, interrupt_request; nop
+		},
+		// Whichever CPU loads the state of its FPU, as at every change of tasks, clears
+		// a flag of the first CPU, without a lock, in the word that also tells whether
+		// that CPU is in a guest with nested paging and takes interrupts. When the
+		// first CPU leaves a guest just then, what it clears there comes back: the
+		// kernel's next instruction is looked for in the guest's memory, and the
+		// kernel's registers become the guest's, which dies of a triple fault. The
+		// flag is for programs of DOS.
+		{
+			before: []int{
+				0x48, 0x8d, 0x15, x, x, x, x, // lea, the second argument
+				0x48, 0x8d, 0x35, x, x, x, x, // lea, the first one
+				0xe8, x, x, x, x, // call object_dynamic_cast_assert
+			},
+			wrong: []int{0x81, 0xa0, x, x, x, x, 0x7f, 0xff, 0xff, 0xff}, // andl $~0x80, hflags2
+			after: []int{0x48, 0x83, 0xc4, 8, 0xc3},                      // add $8, %rsp; ret
+			right: []int{0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0},    // nop
 		},
 	}
 }

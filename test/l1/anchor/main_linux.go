@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 
@@ -32,6 +33,9 @@ func hold() error {
 		return fmt.Errorf("open /dev/kvm: %w", err)
 	}
 	vm, err := unix.IoctlRetInt(kvm, kvmCreateVM)
+	for errors.Is(err, unix.EINTR) { // Go's runtime signals its threads
+		vm, err = unix.IoctlRetInt(kvm, kvmCreateVM)
+	}
 	if err != nil {
 		return fmt.Errorf("make a VM: %w", err)
 	}
