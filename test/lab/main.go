@@ -33,7 +33,7 @@ import (
 
 // suite is what runs without a command: at most two guests at a time are asked
 // for, a skip is a failure, and the loads are light (build/soak.sh has others).
-const suite = "VMTEST_REQUIRE=libkrun VMTEST_LIGHT=1 VMTEST_EMULATED=1 exec shimdriver.test -test.run Libkrun -test.v -test.timeout 50m"
+const suite = "VMTEST_REQUIRE=libkrun VMTEST_LIGHT=1 exec shimdriver.test -test.run Libkrun -test.v -test.timeout 50m"
 
 // exitLab is the status of a lab that did not come to run the command.
 const exitLab = 125

@@ -202,13 +202,12 @@ var bootSteps = []string{"started", "entered", "printed"} //nolint:gochecknoglob
 func (x matrix) whileItBoots(t *testing.T) {
 	for _, v := range []victim{victimShim, victimVMM} {
 		for _, step := range bootSteps {
-			t.Run(fmt.Sprintf("%s/%s", v, step), func(t *testing.T) { x.killedBoot(t, v, step, true) })
+			t.Run(fmt.Sprintf("%s/%s", v, step), func(t *testing.T) { x.killedBoot(t, v, step) })
 		}
 	}
 }
 
-// killedBoot boots once more, if again, when the emulator lost the guest.
-func (x matrix) killedBoot(t *testing.T, v victim, step string, again bool) {
+func (x matrix) killedBoot(t *testing.T, v victim, step string) {
 	e := x.open(t)
 	driver := &watched{Driver: e.Driver, started: make(chan vm.Process, 1)}
 	during := *e
@@ -242,10 +241,6 @@ func (x matrix) killedBoot(t *testing.T, v victim, step string, again bool) {
 		}
 		return true
 	})
-	if again && vmtest.LostByEmulator(t, early) {
-		x.killedBoot(t, v, step, false)
-		return
-	}
 	if early != nil {
 		t.Fatalf("the boot ended before it was killed: %v", early)
 	}

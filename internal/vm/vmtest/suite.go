@@ -105,9 +105,6 @@ func (e *Env) Context(t testing.TB) context.Context {
 func (e *Env) Launch(t testing.TB, l *vm.Launcher, req vm.Request) *vm.Machine {
 	t.Helper()
 	m, err := l.Launch(e.Context(t), req)
-	if LostByEmulator(t, err) {
-		m, err = l.Launch(e.Context(t), req)
-	}
 	if err != nil {
 		t.Fatal(err)
 	}
