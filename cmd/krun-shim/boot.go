@@ -14,7 +14,6 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/qemu"
 )
 
@@ -53,7 +52,7 @@ func bootVM(ctx context.Context, spec *bootspec.Spec, opts shim.Options) bootspe
 	case bootspec.QEMU:
 		opts.Hypervisor = qemu.Hypervisor{Wrap: confinement(opts.Log)}
 	case bootspec.Libkrun:
-		opts.Hypervisor = libkrun.Hypervisor{Command: libkrunCommand(opts.Log)}
+		opts.Hypervisor = newLibkrun(opts.Log)
 	}
 	return shim.Run(ctx, spec, opts)
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
 )
 
 const (
@@ -87,24 +88,25 @@ func confine(args []string) error {
 	return fmt.Errorf("execute %s: %w", argv[0], unix.Exec(argv[0], argv, os.Environ()))
 }
 
-// confineLibkrun lets this process read what the system has, the libraries, the
+// libkrunRuleset lets a process read what the system has, the libraries, the
 // lower disk and the directory that the guest boots from, write the upper disk
 // and use /dev/kvm. So a guest cannot fill the host's disk through the directory
-// that it boots from, which libkrun lets it write to.
-func confineLibkrun(spec *bootspec.Spec) error {
-	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
-		return fmt.Errorf("PR_SET_NO_NEW_PRIVS: %w", err)
-	}
+// that it boots from, which libkrun lets it write to. The process adds /proc/self,
+// which is another one here.
+func libkrunRuleset(spec *bootspec.Spec) (*libkrun.Ruleset, error) {
 	k := spec.Libkrun
-	err := landlock.V7.BestEffort().Restrict(
-		landlock.RODirs(append(systemDirs(), k.Root, "/proc/self", "/sys/devices/system/cpu")...).IgnoreIfMissing(),
+	fd, flags, err := landlock.V7.BestEffort().NewRulesetFD(
+		landlock.RODirs(append(systemDirs(), k.Root, "/sys/devices/system/cpu")...).IgnoreIfMissing(),
 		landlock.ROFiles("/dev/zero", "/dev/random", "/dev/urandom").IgnoreIfMissing(),
 		landlock.ROFiles(k.Library, k.Firmware, spec.Lower.Path),
 		landlock.RWFiles(spec.Upper.Path, os.DevNull),
 		landlock.RWFiles("/dev/kvm").WithIoctlDev(),
 	)
 	if err != nil {
-		return fmt.Errorf("confine libkrun with Landlock: %w: set %s=%s to do without", err, envLandlock, landlockOff)
+		return nil, fmt.Errorf("confine libkrun with Landlock: %w: set %s=%s to do without", err, envLandlock, landlockOff)
 	}
-	return nil
+	if fd < 0 { // this kernel has nothing to restrict
+		return nil, nil
+	}
+	return &libkrun.Ruleset{File: os.NewFile(uintptr(fd), "landlock"), Flags: flags}, nil
 }

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
 )
 
 // confinement is nil: Landlock is Linux's alone.
@@ -16,4 +17,4 @@ func confine([]string) error { return errors.New(commandConfine + ": only Linux 
 
 func canConfine(*slog.Logger) bool { return false }
 
-func confineLibkrun(*bootspec.Spec) error { return errors.New("only Linux has Landlock") }
+func libkrunRuleset(*bootspec.Spec) (*libkrun.Ruleset, error) { return nil, nil }

@@ -1,48 +1,34 @@
 package main
 
 import (
-	"fmt"
-	"io"
+	"errors"
 	"log/slog"
 	"os"
 	"runtime"
-	"slices"
 
-	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/krun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
 )
 
-// argConfined makes the VMM confine itself before it loads libkrun.
-const argConfined = "confined"
-
-// libkrunCommand is the program that calls libkrun: this one once more.
-func libkrunCommand(log *slog.Logger) []string {
+// newLibkrun runs VMs in a child that is this program once more.
+func newLibkrun(log *slog.Logger) libkrun.Hypervisor {
 	// By this link the running program is found even if its file was replaced.
-	command := []string{"/proc/self/exe", commandLibkrun}
+	h := libkrun.Hypervisor{Command: "/proc/self/exe"}
 	if runtime.GOOS != "linux" {
 		self, err := os.Executable()
 		if err != nil {
 			log.Warn("find this program", "error", err)
 		}
-		command[0] = self
+		h.Command = self
 	}
 	if canConfine(log) {
-		command = append(command, argConfined)
+		h.Confine = libkrunRuleset
 	}
-	return command
+	return h
 }
 
-// enterLibkrun is the process of a VM. It ends with the VM, or says in one line
-// why there is none.
-func enterLibkrun(args []string, stdin *os.File, stderr io.Writer) int {
-	err := libkrun.Enter(stdin, func(spec *bootspec.Spec) (libkrun.VM, error) {
-		if slices.Contains(args, argConfined) {
-			if err := confineLibkrun(spec); err != nil {
-				return nil, err
-			}
-		}
-		return openLibkrun(spec)
-	})
-	_, _ = fmt.Fprintf(stderr, "krun-shim: %v\n", err)
-	return libkrun.StatusRefused
+// errNoChild is what the command of a child comes to that is not caught before:
+// that takes C.
+func errNoChild() error {
+	return errors.New(krun.ChildCommand + " is for krun-shim itself, and this one was built without cgo: build it with CGO_ENABLED=1")
 }

@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
-	"runtime"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -18,6 +17,7 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/krun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/rpcbuffers"
 )
 
@@ -36,7 +36,6 @@ const (
 	commandBoot    = "__vm-boot"
 	commandSave    = "__vm-save"
 	commandConfine = "__confine"
-	commandLibkrun = "__libkrun"
 )
 
 // exitUsage is for what is wrong before there is a VM; bootspec has the others.
@@ -70,10 +69,6 @@ Environment:
 `
 
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == commandLibkrun {
-		// libkrun wants the process's first thread, which this is.
-		runtime.LockOSThread()
-	}
 	rpcbuffers.Use()
 	// The launcher may be gone before what is printed.
 	signal.Ignore(syscall.SIGPIPE)
@@ -97,8 +92,8 @@ func run(args []string, stdin *os.File, stdout, stderr io.Writer) int {
 		return 0
 	case commandConfine:
 		return complain(stderr, confine(args[1:]))
-	case commandLibkrun:
-		return enterLibkrun(args[1:], stdin, stderr)
+	case krun.ChildCommand:
+		return complain(stderr, errNoChild())
 	case commandSave:
 		return complain(stderr, saveGuest(stdin, stderr))
 	case commandBoot:

@@ -41,7 +41,7 @@ shim           -> agentlink api/guest/v1 api/shim/v1 bootspec cleanup flock layo
 # socket, krun for the types of its calls alone. QEMU must die with the shim and
 # in no other way, so proc, whose children outlive calls, is not for it.
 shim/qemu      -> agentlink bootspec cleanup shim
-shim/libkrun   -> agentlink bootspec krun layout shim
+shim/libkrun   -> agentlink bootspec cleanup krun layout shim
 # It puts a shim and an agent together in one process.
 vm/vmtest      -> agent agent/procs agentlink bootspec egress guest imagestore layout shim test/netprobe/wire vm vmassets
 

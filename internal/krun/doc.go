@@ -1,24 +1,17 @@
-// Package krun binds libkrun, which runs one virtual machine in the calling
-// process. The library is loaded at run time: no header and no library is
-// needed to build, and what a version does not have is found out by asking.
+// Package krun runs libkrun, which makes its process one virtual machine. The
+// library is loaded at run time: no header and no library is needed to build, and
+// what a version does not have is found out by asking.
 //
 // It binds ABI 1 (libkrun.so.1, libkrun.1.dylib) from version 1.17 on, and is
-// the only package of this project with cgo. Without cgo it has its constants
-// and Error alone.
+// the only package of this project with cgo. libkrun ends its process with the VM,
+// aborts it on what it does not like, and installs signal handlers that a Go
+// program does not survive: so a VM has a process of its own, and that one is
+// written in C (child.c), which knows nothing but to make calls. Which calls is
+// said in Go, by a [Sequence]. Without cgo there is no child.
 //
-// A configuration is a [Context]: create it, call its methods in the order in
-// which the guest shall see the devices, and enter it, which ends the process.
-// Hence a VM belongs into a process of its own. libkrun aborts (SIGABRT) on
-// much of what it does not like, and answers most of the rest with EINVAL when
-// the VM is started: check before what can be checked.
+// libkrun aborts (SIGABRT) on much of what it does not like, and answers most of
+// the rest with EINVAL when the VM is started: check before what can be checked.
 package krun
-
-// SoName is the library's file name on this system; FirmwareName is that of
-// libkrunfw, which holds the guest's kernel.
-const (
-	SoName       = soName
-	FirmwareName = firmwareName
-)
 
 // Feature is a capability that a build of libkrun has or lacks, as
 // krun_has_feature counts them.
@@ -62,7 +55,7 @@ const (
 
 // VsockPlain makes a vsock device that does not also lend the host's sockets to
 // the guest (TSI).
-const VsockPlain uint32 = 0
+const VsockPlain = 0
 
 // NoFile stands for the side of a console or port that is not connected.
 const NoFile = -1

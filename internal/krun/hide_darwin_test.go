@@ -2,6 +2,7 @@
 
 package krun_test
 
-import "errors"
+import "os/exec"
 
-func hideKVM(string) error { return errors.New("there is no /dev/kvm here") }
+// startHidden starts cmd; there is nothing to hide.
+func startHidden(cmd *exec.Cmd, _ string) error { return cmd.Start() }

@@ -1,11 +1,8 @@
-//go:build cgo && (linux || darwin)
-
 package krun
 
 import "syscall"
 
-func newError(call string, result int32) *Error {
-	errno := syscall.Errno(-int64(result))
+func newError(call string, errno syscall.Errno) *Error {
 	return &Error{Call: call, Errno: errno, Meaning: meaning(call, errno)}
 }
 
@@ -44,12 +41,9 @@ func meanings() []known {
 		{"krun_add_vsock", syscall.EINVAL, "the flags of socket lending are not known to it"},
 		{"krun_add_vsock_port2", syscall.ENODEV, "there is no vsock device: add it before its ports"},
 		{"krun_add_vsock_port2", syscall.EEXIST, "the socket to listen on is there already"},
-		{"krun_add_disk2", syscall.EINVAL, "the format is not known to it"},
 		{"krun_add_disk3", syscall.EINVAL, "the format or the sync mode is not known to it"},
 		{"krun_add_console_port_inout", syscall.EINVAL, "there is no multiport console of that number"},
 		{"krun_add_net_unixstream", syscall.EINVAL, "want a path or a file, not both, and only flags and features that it knows"},
-		{"krun_add_net_unixgram", syscall.EINVAL, "want a path or a file, not both, and only flags and features that it knows"},
 		{"krun_set_nested_virt", syscall.EOPNOTSUPP, "this libkrun or host cannot nest virtual machines"},
-		{"krun_check_nested_virt", syscall.EOPNOTSUPP, "this libkrun or host cannot nest virtual machines"},
 	}
 }

@@ -7,11 +7,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -24,200 +24,152 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vmassets"
 )
 
-// playCase, set in the environment, makes this program configure and start the
-// VM of a case: libkrun ends its process, or aborts it.
-const playCase = "KRUN_TEST_PLAYS"
-
-// Statuses of that program where libkrun lets it go on.
-const (
-	statusReturned = 40 // a call answered with an error, printed
-	statusUnready  = 41 // the test itself is wrong
-)
-
-func TestMain(m *testing.M) {
-	if name := os.Getenv(playCase); name != "" {
-		runtime.LockOSThread()
-		signal.Ignore(syscall.SIGPIPE)
-		os.Exit(play(name))
-	}
-	os.Exit(m.Run())
-}
-
-func play(name string) int {
-	lib, err := krun.Open(os.Getenv("KRUN_TEST_LIBRARY"), os.Getenv("KRUN_TEST_FIRMWARE"))
-	if err != nil {
-		fmt.Println(err)
-		return statusReturned
-	}
-	c, known := cases()[name]
-	if !known {
-		return statusUnready
-	}
-	if err := lib.InitLog(2, krun.LogWarn); err != nil {
-		fmt.Println(err)
-		return statusUnready
-	}
-	if err := c.play(lib); err != nil {
-		fmt.Println(err)
-		return statusReturned
-	}
-	return 0
-}
-
 // A refusal is one way not to get a VM.
 type refusal struct {
-	play func(*krun.Library) error
-	// What is seen from outside: a returned error with errno, or a signal.
+	change func(*krun.Sequence)
+	// What is seen from outside: an error with errno, or a signal.
 	errno  syscall.Errno
 	signal syscall.Signal
-	// words are on its output.
+	// words are on the library's log, or in the error.
 	words []string
+	// hide, if set, is what hideKVM puts in the place of the device.
+	hide string
 }
 
-// start configures the least VM, lets change add to it, and starts it.
-func start(change func(*krun.Library, *krun.Context) error) func(*krun.Library) error {
-	return func(lib *krun.Library) error {
-		ctx, err := lib.NewContext()
-		if err != nil {
-			return err
-		}
-		if err := ctx.SetVMConfig(1, 128); err != nil {
-			return err
-		}
-		if err := errors.Join(ctx.DisableImplicitConsole(), ctx.DisableImplicitVsock(), ctx.AddVsock(krun.VsockPlain)); err != nil {
-			return err
-		}
-		if err := errors.Join(ctx.SetRoot("/"), ctx.SetExec("/bin/true", nil, nil)); err != nil {
-			return err
-		}
-		if err := change(lib, ctx); err != nil {
-			return err
-		}
-		return ctx.StartEnter()
-	}
+// start is the least VM, with what change adds to it. Its log is /dev/stderr.
+func start(pair [2]string, change func(*krun.Sequence)) *krun.Sequence {
+	s := &krun.Sequence{}
+	s.Watch()
+	s.Load(pair[0], pair[1])
+	s.InitLog(2, krun.LogWarn)
+	s.CreateContext()
+	s.SetVMConfig(1, 128)
+	s.DisableImplicitConsole()
+	s.DisableImplicitVsock()
+	s.AddVsock(krun.VsockPlain)
+	s.SetRoot("/")
+	s.SetExec("/bin/true", nil, nil)
+	change(s)
+	s.StartEnter()
+	return s
 }
 
 func cases() map[string]refusal {
-	type (
-		library = krun.Library
-		vm      = krun.Context
-	)
+	type sequence = krun.Sequence
 	return map[string]refusal{
-		"missing disk": {play: start(func(_ *library, c *vm) error {
-			return c.AddDisk3("d", "/no/such/disk", krun.Raw, true, false, krun.SyncNone)
-		}), errno: syscall.EINVAL},
-		"disk is a directory": {play: start(func(_ *library, c *vm) error {
-			return c.AddDisk3("d", "/", krun.Raw, false, false, krun.SyncFull)
-		}), errno: syscall.EINVAL},
-		"console on a closed file": {play: start(func(_ *library, c *vm) error {
-			return c.AddVirtioConsoleDefault(krun.NoFile, 999, 999)
-		}), signal: syscall.SIGABRT},
-		"port on a closed file": {play: start(func(_ *library, c *vm) error {
-			n, err := c.AddVirtioConsoleMultiport()
-			return errors.Join(err, c.AddConsolePortInOut(n, "iii.env", 999, 998))
-		}), signal: syscall.SIGABRT},
-		"multiport console without ports": {play: start(func(_ *library, c *vm) error {
-			_, err := c.AddVirtioConsoleMultiport()
-			return err
-		}), signal: syscall.SIGABRT},
-		"too many devices": {play: start(func(_ *library, c *vm) error {
+		"missing disk": {change: func(s *sequence) { s.AddDisk3("d", "/no/such/disk", krun.Raw, true, false, krun.SyncNone) }, errno: syscall.EINVAL},
+		"disk is a directory": {
+			change: func(s *sequence) { s.AddDisk3("d", "/", krun.Raw, false, false, krun.SyncFull) }, errno: syscall.EINVAL,
+		},
+		"console on a closed file": {change: func(s *sequence) { s.AddVirtioConsoleDefault(krun.NoFile, 999, 999) }, signal: syscall.SIGABRT},
+		"port on a closed file": {change: func(s *sequence) {
+			s.AddVirtioConsoleMultiport()
+			s.AddConsolePortInOut("iii.env", 999, 998)
+		}, signal: syscall.SIGABRT},
+		"multiport console without ports": {change: (*sequence).AddVirtioConsoleMultiport, signal: syscall.SIGABRT},
+		"too many devices": {change: func(s *sequence) {
 			for i := range 12 {
-				if err := c.AddDisk3(fmt.Sprint("d", i), os.Args[0], krun.Raw, true, false, krun.SyncNone); err != nil {
-					return err
-				}
+				s.AddDisk3(fmt.Sprint("d", i), os.Args[0], krun.Raw, true, false, krun.SyncNone)
 			}
-			return nil
-		}), errno: syscall.EINVAL},
-		"oversized command line": {play: start(func(_ *library, c *vm) error {
-			return c.SetExec("/bin/true", nil, []string{"A=" + strings.Repeat("x", 70_000)})
-		}), signal: syscall.SIGABRT},
-		"command line not of ASCII": {play: start(func(_ *library, c *vm) error {
-			return c.SetExec("/bin/true", nil, []string{"A=\u00e9"})
-		}), signal: syscall.SIGABRT},
-		"newline in the command line": {play: start(func(_ *library, c *vm) error {
-			return c.SetExec("/bin/true", []string{"a\nb"}, nil)
-		}), signal: syscall.SIGABRT},
-		"tiny memory": {play: start(func(_ *library, c *vm) error { return c.SetVMConfig(1, 16) }), signal: syscall.SIGABRT},
-		"no memory":   {play: start(func(_ *library, c *vm) error { return c.SetVMConfig(1, 0) }), errno: syscall.EINVAL},
-		"no CPU":      {play: start(func(_ *library, c *vm) error { return c.SetVMConfig(0, 128) }), errno: syscall.EINVAL},
-		"second vsock device": {play: start(func(_ *library, c *vm) error {
-			return c.AddVsock(krun.VsockPlain)
-		}), errno: syscall.EEXIST},
-		"port of no console": {play: start(func(_ *library, c *vm) error {
-			return c.AddConsolePortInOut(7, "iii.env", 0, 1)
-		}), errno: syscall.EINVAL},
-		"network on neither path nor file": {play: start(func(_ *library, c *vm) error {
-			return c.AddNetUnixStream("", krun.NoFile, [6]byte{2, 0, 0, 0, 0, 1}, 0, 0)
-		}), errno: syscall.EINVAL},
-		"logger set up twice": {play: func(lib *library) error { return lib.InitLog(2, krun.LogWarn) }, signal: syscall.SIGABRT},
-		"started twice": {play: func(lib *library) error {
-			ctx, err := lib.NewContext()
-			if err != nil {
-				return err
-			}
-			if err := ctx.Free(); err != nil {
-				return err
-			}
-			return ctx.StartEnter()
-		}, errno: syscall.ENOENT},
-		"no KVM device":        {play: start(func(*library, *vm) error { return hideKVM("") }), signal: syscall.SIGABRT, words: []string{"Error(2)"}},
-		"KVM device of others": {play: start(func(*library, *vm) error { return hideKVM("others") }), signal: syscall.SIGABRT, words: []string{"Error(13)"}},
-		"another device":       {play: start(func(*library, *vm) error { return hideKVM("/dev/null") }), errno: syscall.EINVAL, words: []string{"KvmApiVersion"}},
-		"no firmware":          {play: start(func(*library, *vm) error { return nil }), errno: syscall.ENOENT, words: []string{"libkrunfw"}},
+		}, errno: syscall.EINVAL},
+		"oversized command line": {change: func(s *sequence) {
+			s.SetExec("/bin/true", nil, []string{"A=" + strings.Repeat("x", 70_000)})
+		}, signal: syscall.SIGABRT},
+		"command line not of ASCII":   {change: func(s *sequence) { s.SetExec("/bin/true", nil, []string{"A=\u00e9"}) }, signal: syscall.SIGABRT},
+		"newline in the command line": {change: func(s *sequence) { s.SetExec("/bin/true", []string{"a\nb"}, nil) }, signal: syscall.SIGABRT},
+		"tiny memory":                 {change: func(s *sequence) { s.SetVMConfig(1, 16) }, signal: syscall.SIGABRT},
+		"no memory":                   {change: func(s *sequence) { s.SetVMConfig(1, 0) }, errno: syscall.EINVAL},
+		"no CPU":                      {change: func(s *sequence) { s.SetVMConfig(0, 128) }, errno: syscall.EINVAL},
+		"second vsock device":         {change: func(s *sequence) { s.AddVsock(krun.VsockPlain) }, errno: syscall.EEXIST},
+		"port of no console":          {change: func(s *sequence) { s.AddConsolePortInOut("iii.env", 0, 1) }, errno: syscall.EINVAL},
+		"network without a file": {
+			change: func(s *sequence) { s.AddNetUnixStream(krun.NoFile, [6]byte{2, 0, 0, 0, 0, 1}, 0, 0) }, errno: syscall.EINVAL,
+		},
+		"feature that is unknown": {change: func(s *sequence) { s.NeedFeature(1000, "it has no wings") }, words: []string{"it has no wings"}},
+		"logger set up twice":     {change: func(s *sequence) { s.InitLog(2, krun.LogWarn) }, signal: syscall.SIGABRT},
+		"ruleset that is none":    {change: func(s *sequence) { s.Confine(0, 0) }, words: []string{"confine the VMM: "}},
+		"no KVM device":           {hide: "nothing", signal: syscall.SIGABRT, words: []string{"Error(2)"}},
+		"KVM device of others":    {hide: "others", signal: syscall.SIGABRT, words: []string{"Error(13)"}},
+		"another KVM device":      {hide: "/dev/null", errno: syscall.EINVAL, words: []string{"KvmApiVersion"}},
+		"no firmware":             {errno: syscall.ENOENT, words: []string{"libkrunfw"}},
 	}
 }
 
-// outcome is how a case's process ended.
+// outcome is how a child ended.
 type outcome struct {
-	state  *os.ProcessState
-	output string
-	took   time.Duration
+	state *os.ProcessState
+	err   error // its report
+	log   string
+	took  time.Duration
 }
 
-func runCase(t *testing.T, name string, pair [2]string, env ...string) outcome {
+// run makes this program the child that makes the calls.
+func run(t *testing.T, s *krun.Sequence, hide string) outcome {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0])
-	cmd.Env = append([]string{playCase + "=" + name, "KRUN_TEST_LIBRARY=" + pair[0], "KRUN_TEST_FIRMWARE=" + pair[1]}, env...)
-	var output bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &output, &output
-	began := time.Now()
-	if err := cmd.Run(); err != nil && cmd.ProcessState == nil {
+	var list, log bytes.Buffer
+	if _, err := s.WriteTo(&list); err != nil {
 		t.Fatal(err)
 	}
-	return outcome{cmd.ProcessState, output.String(), time.Since(began)}
+	report, said, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = report.Close() }()
+	cmd := exec.CommandContext(ctx, os.Args[0], krun.ChildCommand)
+	// Kept open, as by a shim: the child ends with it.
+	input, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Env, cmd.Stdout, cmd.Stderr = []string{}, &log, &log
+	cmd.ExtraFiles = []*os.File{nil, nil, krun.ReportFile - 3: said}
+	began := time.Now()
+	if err := startHidden(cmd, hide); err != nil {
+		t.Fatal(err)
+	}
+	_ = said.Close()
+	_, _ = list.WriteTo(input) // one that is gone has said why
+	words, _ := io.ReadAll(report)
+	_ = cmd.Wait() // the outcome is in ProcessState
+	return outcome{cmd.ProcessState, s.Refusal(words), log.String(), time.Since(began)}
 }
 
 // Each mistake ends as package shim/libkrun has to expect it: the call that is
 // refused, or the signal, and never as a VM that ended well.
 func TestRefusals(t *testing.T) {
-	pair := realPair(t)
+	t.Parallel()
+	whole := realPair(t)
 	for _, name := range slices.Sorted(maps.Keys(cases())) {
 		t.Run(name, func(t *testing.T) {
-			want, pair := cases()[name], pair
-			if strings.Contains(name, "KVM") && (os.Geteuid() != 0 || runtime.GOOS != "linux") {
+			t.Parallel()
+			want, pair := cases()[name], whole
+			if want.hide != "" && (os.Geteuid() != 0 || runtime.GOOS != "linux") {
 				t.Skip("SKIP: hiding /dev/kvm needs root on Linux")
 			}
 			if name == "no firmware" {
 				pair[1] = ""
 			}
-			got := runCase(t, name, pair)
-			t.Logf("%v after %v: %s", got.state, got.took.Round(time.Millisecond), strings.TrimSpace(got.output))
+			if want.change == nil {
+				want.change = func(*krun.Sequence) {}
+			}
+			got := run(t, start(pair, want.change), want.hide)
+			t.Logf("%v after %v: %v: %s", got.state, got.took.Round(time.Millisecond), got.err, strings.TrimSpace(got.log))
 			status, _ := got.state.Sys().(syscall.WaitStatus)
-			switch {
-			case want.signal != 0 && (!status.Signaled() || status.Signal() != want.signal):
+			if want.signal != 0 && (!status.Signaled() || status.Signal() != want.signal || got.err != nil) {
 				t.Errorf("it did not end by %v", want.signal)
-			case want.errno != 0 && (status.ExitStatus() != statusReturned || !strings.Contains(got.output, fmt.Sprintf("(errno %d)", int(want.errno)))):
-				t.Errorf("no call answered with errno %d", int(want.errno))
+			}
+			if want.signal == 0 && (status.ExitStatus() != krun.StatusRefused || got.err == nil) {
+				t.Error("it was not refused")
+			}
+			if known := (*krun.Error)(nil); want.errno != 0 && (!errors.As(got.err, &known) || !errors.Is(got.err, want.errno) || known.Meaning == "") {
+				t.Errorf("no call answered with errno %d and a meaning", int(want.errno))
 			}
 			for _, word := range want.words {
-				if !strings.Contains(got.output, word) {
-					t.Errorf("its output does not have %q", word)
+				if !strings.Contains(got.log+fmt.Sprint(got.err), word) {
+					t.Errorf("nobody says %q", word)
 				}
-			}
-			if strings.Contains(got.output, "goroutine ") {
-				t.Error("the Go runtime panicked")
 			}
 		})
 	}
@@ -243,38 +195,7 @@ func realPair(t *testing.T) [2]string {
 	return [2]string{pair.Library, pair.Firmware}
 }
 
-// What the real library tells of itself.
-func TestOpen(t *testing.T) {
-	t.Parallel()
-	pair := realPair(t)
-	lib, err := krun.Open(pair[0], pair[1])
-	if err != nil {
-		t.Fatal(err)
-	}
-	if lib.Path() != pair[0] || lib.Firmware() != pair[1] {
-		t.Errorf("it was loaded from %s and %s", lib.Path(), lib.Firmware())
-	}
-	if !lib.Has(krun.FeatureNet) || !lib.Has(krun.FeatureBlk) || lib.Has(1000) {
-		t.Error("the features are not those of a build with disks and network")
-	}
-	t.Logf("optional functions that it lacks: %q", lib.Missing())
-	ctx, err := lib.NewContext()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := ctx.AddVirtiofs3("t", "/", 0, true); slices.Contains(lib.Missing(), "krun_add_virtiofs3") && !errors.Is(err, syscall.ENOSYS) {
-		t.Errorf("a function that is not there answers %v", err)
-	}
-	if err := ctx.Free(); err != nil {
-		t.Error(err)
-	}
-	err = ctx.SetVMConfig(1, 64)
-	if known := (*krun.Error)(nil); !errors.As(err, &known) || known.Call != "krun_set_vm_config" || !errors.Is(err, syscall.ENOENT) {
-		t.Errorf("a context that was freed: %v", err)
-	}
-}
-
-func TestOpenSaysWhatIsWrong(t *testing.T) {
+func TestLoadSaysWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	text := filepath.Join(t.TempDir(), "text")
 	if err := os.WriteFile(text, []byte("no library"), 0o600); err != nil {
@@ -283,16 +204,57 @@ func TestOpenSaysWhatIsWrong(t *testing.T) {
 	for _, c := range [][3]string{
 		{"/no/libkrun.so.1", "", "load libkrun: /no/libkrun.so.1"},
 		{"libno-such-krun.so.1", "", "libno-such-krun.so.1"},
-		{"relative/libkrun.so.1", "", "absolute"},
 		{text, "", text},
 		{"/no/libkrun.so.1", "/no/libkrunfw.so.5", "load libkrunfw: /no/libkrunfw.so.5"},
-		{"libc.so.6", "", "has no krun_init_log, krun_create_ctx"},
+		{"libc.so.6", "", "libc.so.6 has no krun_init_log, krun_create_ctx"},
 	} {
 		if c[0] == "libc.so.6" && runtime.GOOS != "linux" {
 			continue
 		}
-		if _, err := krun.Open(c[0], c[1]); err == nil || !strings.Contains(err.Error(), c[2]) {
-			t.Errorf("%q: error is %v, want %q in it", c[:2], err, c[2])
+		got := run(t, start([2]string{c[0], c[1]}, func(*krun.Sequence) {}), "")
+		if got.err == nil || !strings.Contains(got.err.Error(), c[2]) || got.state.ExitCode() != krun.StatusRefused {
+			t.Errorf("%q: %v, error %v, want %q in it", c[:2], got.state, got.err, c[2])
 		}
+	}
+}
+
+// Lists as a broken parent might send them.
+func TestChildRefusesBadLists(t *testing.T) {
+	t.Parallel()
+	for list, want := range map[string]string{
+		"":                                    "there is none",
+		"\x00\x00":                            "there is none",
+		"\x00\x00\x00\x00":                    "does not start a VM",
+		"\x00\x00\x00\x09watch":               "too long, or not whole",
+		"\xff\xff\xff\xff":                    "too long, or not whole",
+		"\x00\x00\x00\x05watch":               "ends within an argument",
+		"\x00\x00\x00\x04fly\x00":             "the order is unknown",
+		"\x00\x00\x00\x0dinit_log\x00two\x00": "is no number",
+		"\x00\x00\x00\x0fset_exec\x00a\x00999\x00": "too many strings",
+		"\x00\x00\x00\x0eset_exec\x00a\x00-1\x00":  "too many strings",
+	} {
+		report, said, err := os.Pipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		cmd := exec.CommandContext(t.Context(), os.Args[0], krun.ChildCommand)
+		cmd.Stdin, cmd.ExtraFiles = strings.NewReader(list), []*os.File{nil, nil, krun.ReportFile - 3: said}
+		err = cmd.Run()
+		_ = said.Close()
+		words, _ := io.ReadAll(report)
+		_ = report.Close()
+		if got := (&krun.Sequence{}).Refusal(words); err == nil || cmd.ProcessState.ExitCode() != krun.StatusRefused || got == nil || !strings.Contains(got.Error(), want) {
+			t.Errorf("%q: %v, error %v, want %q", list, cmd.ProcessState, got, want)
+		}
+	}
+}
+
+// Started by hand it says whose it is.
+func TestChildWithoutAParent(t *testing.T) {
+	t.Parallel()
+	cmd := exec.CommandContext(t.Context(), os.Args[0], krun.ChildCommand)
+	out, err := cmd.CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "is for krun-shim itself") {
+		t.Errorf("%v: %s", err, out)
 	}
 }

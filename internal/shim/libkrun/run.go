@@ -2,8 +2,9 @@ package libkrun
 
 import (
 	"context"
-	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -12,96 +13,141 @@ import (
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/krun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
 )
 
 // Hypervisor runs libkrun in a child process. Command is required.
 type Hypervisor struct {
-	// Command is the path and the arguments of the program that calls Enter.
-	Command []string
+	// Command is the path of a program with krun's child; krun.ChildCommand is its
+	// argument.
+	Command string
+	// Confine makes the ruleset that the child takes on; nil, and a nil ruleset,
+	// for none.
+	Confine func(*bootspec.Spec) (*Ruleset, error)
 	// Device is KVM's; empty for the usual one.
 	Device string
 }
 
+// Ruleset is one of Landlock. Run closes the file.
+type Ruleset struct {
+	File  *os.File
+	Flags uint32
+}
+
 var _ shim.Hypervisor = Hypervisor{}
-
-// File descriptors of the child, in the order of exec.Cmd.ExtraFiles.
-const (
-	fdConsole = 3 + iota
-	fdEnv
-	fdNetwork // where there is one
-)
-
-// StatusRefused is the child's exit status when there was no VM; it has then
-// printed why.
-const StatusRefused = 125
 
 // Run implements shim.Hypervisor. The child dies with this process, and with the
 // context.
 func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devices) bootspec.End {
+	var undo cleanup.Stack
+	defer func() { _ = undo.Run() }() // there is nothing to lose
+	for _, f := range []*os.File{dev.Console, dev.Env, dev.Log, dev.Network} {
+		if f != nil {
+			undo.Add(f.Close)
+		}
+	}
 	_ = dev.Link.Close() // the guest dials instead
-	defer closeAll(dev)
 	listener, err := listenLink(spec.Dir, func(c net.Conn) { dev.Offer(c) })
 	if err != nil {
 		return refused(err)
 	}
 	defer listener.close()
-	document, err := json.Marshal(spec.Redacted())
+	child, err := h.newChild(ctx, spec, dev, &undo)
 	if err != nil {
 		return refused(err)
 	}
-	// The child reads its spec from here, and ends when it is closed: where the
-	// kernel does not end it with its parent, that does.
-	input, lifeline, err := os.Pipe()
-	if err != nil {
-		return refused(err)
-	}
-	defer func() { _ = lifeline.Close() }()
-	defer func() { _ = input.Close() }() // the second time on the way out
-
-	cmd := exec.CommandContext(ctx, h.Command[0], h.Command[1:]...)
-	// libkrun names its thread by HOSTNAME, for ps.
-	cmd.Env = []string{"HOSTNAME=" + spec.ID, "RUST_BACKTRACE=0"}
-	cmd.Dir = spec.Dir
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = input, dev.Log, dev.Log
-	cmd.ExtraFiles = []*os.File{fdConsole - 3: dev.Console, fdEnv - 3: dev.Env}
-	if spec.Guest.Interface != nil {
-		cmd.ExtraFiles = append(cmd.ExtraFiles, dev.Network)
-	}
-	cmd.SysProcAttr = childAttributes()
+	defer child.close()
 
 	// The kernel kills the child when the thread that forked it ends, so this
 	// goroutine keeps its thread until the child is gone.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	if err := cmd.Start(); err != nil {
+	if err := child.cmd.Start(); err != nil {
 		if ctx.Err() != nil {
 			return bootspec.End{Class: bootspec.EndKilled, Message: "libkrun was not started any more", ExitCode: -1}
 		}
 		return refused(err)
 	}
-	dev.Started(cmd.Process.Pid)
+	dev.Started(child.cmd.Process.Pid)
 	// The child has its own now; ours would hide its end.
-	closeAll(dev)
-	_ = input.Close() // so that a child that does not read breaks the pipe
-	// A document is longer than a pipe only by a strange spec; the child reads.
-	_, _ = lifeline.Write(append(document, '\n')) // one that is gone has said why
-	_ = cmd.Wait()                                // the outcome is in ProcessState
-	end := ended(cmd.ProcessState)
+	_ = undo.Run()
+	_, _ = child.calls.WriteTo(child.lifeline) // one that is gone has said why
+	report, _ := io.ReadAll(io.LimitReader(child.report, krun.MaxReport))
+	_ = child.cmd.Wait() // the outcome is in ProcessState
+	if err := child.calls.Refusal(report); err != nil {
+		return bootspec.End{Class: bootspec.EndRefused, Message: "libkrun did not start the VM: " + err.Error(), ExitCode: child.cmd.ProcessState.ExitCode()}
+	}
+	end := ended(child.cmd.ProcessState)
 	if ctx.Err() != nil && end.Signal == int(syscall.SIGKILL) {
 		end.Class, end.Message = bootspec.EndKilled, "libkrun was killed"
 	}
 	return end
 }
 
-func refused(err error) bootspec.End {
-	return bootspec.End{Class: bootspec.EndRefused, Message: "libkrun was not started: " + err.Error(), ExitCode: -1}
+// child is the process of a VM, before its start.
+type child struct {
+	cmd   *exec.Cmd
+	calls *krun.Sequence
+	// lifeline carries the calls to the child, which ends when it is closed: where
+	// the kernel does not end it with its parent, that does. report comes back.
+	lifeline, report *os.File
 }
 
-func closeAll(dev shim.Devices) {
-	for _, f := range []*os.File{dev.Console, dev.Env, dev.Log, dev.Network} {
-		_ = f.Close() // the second time on the way out; a network is not always there
+func (c *child) close() {
+	_ = errors.Join(c.lifeline.Close(), c.report.Close()) // there is nothing to lose
+}
+
+// newChild adds the files to undo that are closed once the child has them.
+func (h Hypervisor) newChild(ctx context.Context, spec *bootspec.Spec, dev shim.Devices, undo *cleanup.Stack) (*child, error) {
+	var c child
+	var ruleset *Ruleset
+	var confinement *os.File
+	if h.Confine != nil {
+		var err error
+		if ruleset, err = h.Confine(spec); err != nil {
+			return nil, err
+		}
 	}
+	if ruleset != nil {
+		confinement = ruleset.File
+		undo.Add(confinement.Close)
+	}
+	c.calls = Calls(spec, ruleset)
+	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
+	if err != nil {
+		return nil, err
+	}
+	undo.Add(null.Close)
+	input, lifeline, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	undo.Add(input.Close)
+	report, said, err := os.Pipe()
+	if err != nil {
+		_ = lifeline.Close() // nothing was written
+		return nil, err
+	}
+	undo.Add(said.Close)
+	c.lifeline, c.report = lifeline, report
+
+	c.cmd = exec.CommandContext(ctx, h.Command, krun.ChildCommand)
+	// libkrun names its thread by HOSTNAME, for ps.
+	c.cmd.Env = []string{"HOSTNAME=" + spec.ID, "RUST_BACKTRACE=0"}
+	c.cmd.Dir = spec.Dir
+	c.cmd.Stdin, c.cmd.Stdout, c.cmd.Stderr = input, dev.Log, dev.Log
+	c.cmd.ExtraFiles = []*os.File{
+		fdConsole - 3: dev.Console, fdEnv - 3: dev.Env, fdReport - 3: said, fdNull - 3: null,
+		fdRuleset - 3: confinement, fdNetwork - 3: dev.Network,
+	}
+	c.cmd.SysProcAttr = childAttributes()
+	return &c, nil
+}
+
+func refused(err error) bootspec.End {
+	return bootspec.End{Class: bootspec.EndRefused, Message: "libkrun was not started: " + err.Error(), ExitCode: -1}
 }
 
 // ended classifies the exit of the VMM. libkrun exits with what the guest told
@@ -119,8 +165,6 @@ func ended(state *os.ProcessState) bootspec.End {
 	switch end.ExitCode {
 	case 0, agentlink.StatusNoAgent:
 		end.Class, end.Message = bootspec.EndGuest, "libkrun ended"
-	case StatusRefused:
-		end.Class, end.Message = bootspec.EndRefused, "libkrun did not start the VM"
 	default:
 		end.Class, end.Message = bootspec.EndCrashed, fmt.Sprintf("libkrun ended with status %d", end.ExitCode)
 	}

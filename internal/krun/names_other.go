@@ -1,8 +1,0 @@
-//go:build !linux
-
-package krun
-
-const (
-	soName       = "libkrun.1.dylib"
-	firmwareName = "libkrunfw.5.dylib"
-)
