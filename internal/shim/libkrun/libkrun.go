@@ -15,6 +15,8 @@ package libkrun
 
 import (
 	"fmt"
+	"runtime"
+	"strings"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
@@ -91,9 +93,38 @@ func Calls(spec *bootspec.Spec, confined *Ruleset) *krun.Sequence {
 		// No offloads: the gateway takes whole frames with whole checksums.
 		s.AddNetUnixStream(fdNetwork, n.HardwareAddr(), 0, 0)
 	}
-	s.SetExec("/"+AgentFile, nil, []string{agentEnv})
+	s.SetExec("/"+AgentFile, nil, append([]string{agentEnv}, kernelParameters(k.Nested)...))
 	s.StartEnter()
 	return s
+}
+
+// kernelParameters speed the guest's kernel up. libkrun puts the program's
+// environment on the kernel's command line, where the kernel takes what it knows.
+// In the lab they save a sixth of the time from power-on to the agent: half of
+// that is code that would be rewritten for a single CPU, the other half
+// initialization of what is of no use in a sandbox. A kernel that lacks a function
+// ignores its name.
+func kernelParameters(nested bool) []string {
+	unused := []string{
+		"init_btrfs_fs", "raid6_select_algo", "calibrate_xor_blocks", // time their algorithms
+		"jent_mod_init", // times memory; the guest has a virtio-rng
+		"cmos_init",     // the clock comes from KVM and the agent
+		"dm_init",
+		"can_init", "can_dev_init", "raw_module_init", "bcm_module_init", "cgw_module_init", "vcan_init_module",
+	}
+	if !nested {
+		unused = append(unused, "svm_init", "vmx_init")
+	}
+	parameters := []string{
+		"initcall_blacklist=" + strings.Join(unused, ","),
+		"loop.max_loop=0", // they are made when they are asked for
+		"cryptomgr.notests", "rcupdate.rcu_expedited=1",
+	}
+	if runtime.GOARCH == "amd64" {
+		// Others would hand it to the program.
+		parameters = append(parameters, "noreplace-smp")
+	}
+	return parameters
 }
 
 // addDisk adds a raw disk. Flushes of the guest are worth their time only where

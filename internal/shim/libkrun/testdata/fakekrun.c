@@ -67,7 +67,7 @@ int32_t krun_add_net_unixstream(uint32_t ctx, const char *file, int fd, uint8_t 
 
 int32_t krun_set_exec(uint32_t ctx, const char *file, const char **argv, const char **envp)
 {
-	return ctx == 3 && !strcmp(file, "/agent") && !argv[0] && !strcmp(envp[0], "KRUN_INIT_PID1=1") && !envp[1] ? 0 : -5;
+	return ctx == 3 && !strcmp(file, "/agent") && !argv[0] && !strcmp(envp[0], "KRUN_INIT_PID1=1") && !strncmp(envp[1], "initcall_blacklist=", 19) ? 0 : -5;
 }
 
 // dial is what the agent does first.
