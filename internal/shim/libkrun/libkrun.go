@@ -93,7 +93,7 @@ func Calls(spec *bootspec.Spec, confined *Ruleset) *krun.Sequence {
 		// No offloads: the gateway takes whole frames with whole checksums.
 		s.AddNetUnixStream(fdNetwork, n.HardwareAddr(), 0, 0)
 	}
-	s.SetExec("/"+AgentFile, nil, append([]string{agentEnv}, kernelParameters(k.Nested)...))
+	s.SetExec("/"+AgentFile, nil, append([]string{agentEnv}, kernelParameters(spec)...))
 	s.StartEnter()
 	return s
 }
@@ -104,7 +104,12 @@ func Calls(spec *bootspec.Spec, confined *Ruleset) *krun.Sequence {
 // that is code that would be rewritten for a single CPU, the other half
 // initialization of what is of no use in a sandbox. A kernel that lacks a function
 // ignores its name.
-func kernelParameters(nested bool) []string {
+//
+// libkrun's virtual CPUs have no TSC deadline timer, so the kernel would measure
+// their APIC's timer, for 0.2 s on any host. With a single CPU the PIT serves as
+// well, but that wakes an idle guest some fifty times a second: no matter for a
+// sandbox that ends with its launcher, but for one that is kept.
+func kernelParameters(spec *bootspec.Spec) []string {
 	unused := []string{
 		"init_btrfs_fs", "raid6_select_algo", "calibrate_xor_blocks", // time their algorithms
 		"jent_mod_init", // times memory; the guest has a virtio-rng
@@ -112,7 +117,7 @@ func kernelParameters(nested bool) []string {
 		"dm_init",
 		"can_init", "can_dev_init", "raw_module_init", "bcm_module_init", "cgw_module_init", "vcan_init_module",
 	}
-	if !nested {
+	if !spec.Libkrun.Nested {
 		unused = append(unused, "svm_init", "vmx_init")
 	}
 	parameters := []string{
@@ -120,9 +125,14 @@ func kernelParameters(nested bool) []string {
 		"loop.max_loop=0", // they are made when they are asked for
 		"cryptomgr.notests", "rcupdate.rcu_expedited=1",
 	}
-	if runtime.GOARCH == "amd64" {
-		// Others would hand it to the program.
+	if runtime.GOARCH != "amd64" {
+		return parameters // a kernel hands what it does not know to the program
+	}
+	if spec.CPUs == 1 {
 		parameters = append(parameters, "noreplace-smp")
+		if spec.Lifetime == bootspec.Tied {
+			parameters = append(parameters, "nolapic_timer")
+		}
 	}
 	return parameters
 }
