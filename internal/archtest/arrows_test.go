@@ -49,7 +49,9 @@ vm/vmtest      -> agent agent/procs agentlink bootspec egress guest imagestore l
 # become text. sandbox takes the most that an environment may have from bootspec.
 sandbox -> bootspec catalog cleanup egress fault guest imagestore vm
 # In serve it puts adapter, engine client and core together.
-cli     -> adapter catalog config contract egress fault guest iii imagestore layout sandbox vm vmassets
+cli     -> adapter catalog config contract egress fault guest iii imagestore layout sandbox selftest vm vmassets
+# doctor's VM.
+selftest -> cleanup erofs guest vm
 # catalog for the kinds of images, config for what it hands to the core.
 adapter -> catalog config contract egress fault iii sandbox
 

@@ -395,6 +395,21 @@ func TestDoctor_FailsWhereNothingCanBoot(t *testing.T) {
 	}
 }
 
+func TestDoctor_BootsAVM(t *testing.T) {
+	t.Parallel()
+	h := newHost(t)
+	if r := h.adapter("", "doctor", "--boot"); !strings.Contains(r.stdout, "\nok    boot: a VM was up after ") {
+		t.Errorf("a VM that boots: %+v", r)
+	}
+	h.empty()
+	// Directories that cannot be made: there can be no VM.
+	h.env["III_SANDBOX_RUN_DIR"] = "/proc/none"
+	r := h.adapter("", "doctor", "--boot")
+	if r.code != 1 || !strings.Contains(r.stdout, "\nFAIL  boot: ") || !strings.Contains(r.stdout, "/proc/none") {
+		t.Errorf("a VM that cannot be: %+v", r)
+	}
+}
+
 func TestRun_Network(t *testing.T) {
 	t.Parallel()
 	h := newHost(t)
