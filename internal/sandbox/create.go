@@ -173,7 +173,7 @@ func (m *Manager) bootAdmitted(ctx context.Context, a *admission, req CreateRequ
 	}
 	e := &entry{
 		id: uuid.NewString(), image: req.Image, name: req.Name, idleTimeout: clamped(idle, time.Second),
-		networked: a.network != nil, clock: newHostClock(),
+		networked: a.network != nil,
 	}
 	opts := imagestore.EnsureOptions{PullMissing: m.cfg.AutoInstall}
 	e.machine, err = boot(ctx, m.cfg.Images, a.image, opts, m.launch, vm.Request{

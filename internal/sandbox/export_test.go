@@ -19,12 +19,3 @@ func Due(ops, execs uint32, idle, busyGrace time.Duration) bool {
 func StartOn(cfg Config, launch func(context.Context, vm.Request) (Machine, error)) *Manager {
 	return start(cfg, launch)
 }
-
-// MoveClock makes it look as if the host's clock had moved by d.
-func (m *Manager) MoveClock(d time.Duration) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	for _, e := range m.entries {
-		e.clock.wall = e.clock.wall.Add(-d)
-	}
-}

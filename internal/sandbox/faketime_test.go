@@ -47,11 +47,10 @@ type fakeVM struct {
 	conn   *grpc.ClientConn
 	served chan error
 
-	mu     sync.Mutex
-	stops  int
-	kills  int
-	clocks []time.Time // that SetTime got
-	done   chan struct{}
+	mu    sync.Mutex
+	stops int
+	kills int
+	done  chan struct{}
 }
 
 func (v *fakeVM) boot(t testing.TB) *fakeVM {

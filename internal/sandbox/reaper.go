@@ -16,8 +16,7 @@ const (
 	busySlack = time.Minute
 )
 
-// reapIdle looks after the sandboxes until the Manager is closed: it ends idle ones,
-// and sets clocks.
+// reapIdle ends idle sandboxes until the Manager is closed.
 func (m *Manager) reapIdle() {
 	ticker := time.NewTicker(reapInterval)
 	defer ticker.Stop()
@@ -26,7 +25,6 @@ func (m *Manager) reapIdle() {
 		case <-m.life.Done():
 			return
 		case <-ticker.C:
-			m.followClock()
 			m.askNetworks()
 			m.reap(time.Now())
 		}

@@ -117,8 +117,6 @@ type entry struct {
 	life         context.Context //nolint:containedctx // the lifetime of the sandbox itself
 	cut          context.CancelCauseFunc
 	lastActivity time.Time
-	// clock is the host's, from before the guest was told the time.
-	clock hostClock
 	// execs are the programs that run, ops the other calls under way.
 	execs, ops uint32
 	// ending is set while a stop is under way.

@@ -6,6 +6,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -47,14 +48,18 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 //	Stuck     reads nothing until its call is cancelled
 //	Fail      sends header and trailer and fails
 //	Shutdown  answers with nothing
+//	SetTime   tells the test
 type echo struct {
 	cancelled chan string
+	// times are the requests of SetTime.
+	times       chan []byte
+	refuseTimes atomic.Bool
 
 	mu       sync.Mutex
 	metadata metadata.MD
 }
 
-func newEcho() *echo { return &echo{cancelled: make(chan string, 100)} }
+func newEcho() *echo { return &echo{cancelled: make(chan string, 100), times: make(chan []byte, 100)} }
 
 func (e *echo) lastMetadata() metadata.MD {
 	e.mu.Lock()
@@ -79,6 +84,8 @@ func (e *echo) handle(_ any, stream grpc.ServerStream) error {
 	case "Stuck":
 		<-stream.Context().Done()
 		err = stream.Context().Err()
+	case "SetTime":
+		err = e.setTime(stream)
 	case "Fail":
 		_ = stream.SendHeader(metadata.Pairs("h", "1", "h-bin", "\x00\xff"))
 		stream.SetTrailer(metadata.Pairs("t", "2"))
@@ -88,6 +95,18 @@ func (e *echo) handle(_ any, stream grpc.ServerStream) error {
 		e.cancelled <- method
 	}
 	return err
+}
+
+func (e *echo) setTime(stream grpc.ServerStream) error {
+	var request, reply []byte
+	if err := stream.RecvMsg(&request); err != nil {
+		return err
+	}
+	e.times <- request
+	if e.refuseTimes.Load() {
+		return status.Error(codes.Internal, "as ordered")
+	}
+	return stream.SendMsg(&reply)
 }
 
 func echoAll(stream grpc.ServerStream) error {

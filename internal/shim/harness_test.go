@@ -40,6 +40,8 @@ type vm struct {
 	done     chan struct{}
 	end      bootspec.End // valid once done is closed
 	console  *lockedBuffer
+	// clockMoved is Options.ClockMoved.
+	clockMoved <-chan struct{}
 }
 
 // newVM makes spec and machine; the test may change them before start.
@@ -92,7 +94,7 @@ func (v *vm) start() *vm {
 			Hypervisor: v.machine, Version: "test",
 			Log:    slog.New(slog.NewTextHandler(v.log, nil)),
 			VMMLog: v.log, Console: v.console,
-			Lifeline: lifelineR, Ready: readyW, Lock: v.lock,
+			Lifeline: lifelineR, Ready: readyW, Lock: v.lock, ClockMoved: v.clockMoved,
 		})
 	}()
 	v.t.Cleanup(func() {

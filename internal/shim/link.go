@@ -154,6 +154,13 @@ func (l *link) lastFailure() error {
 	return l.failure
 }
 
+// now returns the session; nil while there is none.
+func (l *link) now() *session {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.current
+}
+
 // wait returns the session, when there is one; nil when the VM or ctx ended
 // before.
 func (l *link) wait(ctx context.Context) *session {

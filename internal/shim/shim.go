@@ -89,6 +89,9 @@ type Options struct {
 	Lock *os.File
 	// Version names this build.
 	Version string
+	// ClockMoved tells that the host's clock has moved, besides what Run notices by
+	// itself; nil for none.
+	ClockMoved <-chan struct{}
 }
 
 // Run checks spec, boots the VM and returns when it has ended and everybody who
@@ -228,6 +231,7 @@ func (r *run) boot(ctx context.Context) bootspec.End {
 	work.Go(func() { r.link.serveSerial(serving, r.wires.link) })
 	work.Go(func() { r.owner.watchLifeline(r.opts.Lifeline) })
 	work.Go(func() { r.owner.watchIdle(serving) })
+	work.Go(func() { r.followClock(serving) })
 	var guestNetwork *os.File
 	if r.network != nil {
 		work.Go(func() { r.network.watch(ctx, r.log) })
