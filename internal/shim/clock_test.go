@@ -11,7 +11,7 @@ func TestHostClockNoticesThatItMoved(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		clock := newHostClock()
-		time.Sleep(time.Hour) // of fake time: it passes for both
+		time.Sleep(time.Hour) //nolint:forbidigo // of fake time: it passes for both
 		if clock.moved() {
 			t.Error("it moved by itself")
 		}
