@@ -9,7 +9,6 @@ import (
 	"sync"
 	"syscall"
 
-	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
@@ -38,7 +37,7 @@ var errLongFrame = errors.New("the guest's frame is longer than its MTU allows")
 // the guest; while there is little to send, who sends also writes, which saves
 // the way through another goroutine.
 type link struct {
-	conn     net.Conn
+	conn     io.ReadWriteCloser
 	raw      syscall.RawConn // nil where conn is no socket, or not a stream
 	framing  Framing
 	mtu      uint32
@@ -98,8 +97,9 @@ func newLink(opts Options) *link {
 		wake:    make(chan struct{}, 1),
 		buf:     make([]byte, 0, batchSize),
 	}
-	if conn, ok := opts.Link.(syscall.Conn); ok && l.framing == Stream {
-		l.raw, _ = conn.SyscallConn()
+	if l.framing == Stream {
+		l.conn = calm(opts.Link)
+		l.raw = rawConn(l.conn)
 	}
 	return l
 }
@@ -180,14 +180,8 @@ func (l *link) writeNow() {
 	for _, frame := range l.batch {
 		l.buf = l.encode(l.buf, frame)
 	}
-	var n int
-	if err := l.raw.Write(func(fd uintptr) bool {
-		n, _ = unix.Write(int(fd), l.buf)
-		return true
-	}); err != nil {
-		n = 0
-	}
-	l.rest = append(l.rest, l.buf[max(n, 0):]...)
+	n, _ := writeNow(l.raw, l.buf)
+	l.rest = append(l.rest, l.buf[n:]...)
 }
 
 // write writes what is queued until the link is closed or breaks.

@@ -75,8 +75,10 @@ type Gateway struct {
 func Start(opts Options) (_ *Gateway, err error) {
 	var undo cleanup.Stack
 	defer func() { err = undo.RunOnError(err) }()
+	var closeLink func() error
 	if opts.Link != nil {
-		undo.Add(opts.Link.Close)
+		closeLink = opts.Link.Close
+		undo.Add(func() error { return closeLink() })
 	}
 	if err := opts.validate(); err != nil {
 		return nil, fmt.Errorf("network: %w", err)
@@ -104,6 +106,7 @@ func Start(opts Options) (_ *Gateway, err error) {
 		udp:       map[stack.TransportEndpointID]*udpFlow{},
 		published: map[netip.AddrPort]*published{},
 	}
+	closeLink = g.link.close // which has taken it over
 	for _, port := range opts.Policy.HostPorts {
 		g.hostPorts[port] = true
 	}

@@ -18,7 +18,8 @@ const (
 	paceWindow = time.Millisecond
 	// slowBytes in a paceWindow is little traffic.
 	slowBytes = 16 << 10
-	// holdTime is how long an acknowledgement waits at most.
+	// holdTime is how long an acknowledgement waits at least, and half of how long
+	// it waits at most.
 	holdTime = time.Millisecond
 )
 
@@ -51,7 +52,12 @@ func (r *rate) little() bool {
 // link's mutex guards it.
 type heldACK struct {
 	packet *stack.PacketBuffer
-	timer  *time.Timer
+	// timer runs on as long as packets are being held: to set it for each would
+	// wake a thread each time.
+	timer   *time.Timer
+	running bool
+	used    bool // something was held since the timer was set
+	old     bool // packet was held already when the timer was set
 }
 
 // stop forgets it.
@@ -69,39 +75,50 @@ func (h *heldACK) stop() {
 // traffic. What is held already is forgotten when frame acknowledges as much, and
 // queued before it otherwise. The caller has the link's mutex.
 func (l *link) hold(frame outgoing) bool {
-	held := l.held.packet
-	if held != nil {
-		l.held.packet = nil
-		if frame.packet != nil && overtakes(frame.packet, held) {
-			held.DecRef()
+	h := &l.held
+	if h.packet != nil {
+		if frame.packet != nil && overtakes(frame.packet, h.packet) {
+			h.packet.DecRef()
 		} else {
-			l.enqueue(outgoing{packet: held})
-			held = nil
+			l.enqueue(outgoing{packet: h.packet})
+			h.old = false
 		}
+		h.packet = nil
+	} else {
+		h.old = false
 	}
 	if frame.packet == nil || !mereACK(frame.packet) || !l.arrived.little() || len(l.queue) > 0 {
 		return false
 	}
-	l.held.packet = frame.packet
-	switch {
-	case l.held.timer == nil:
-		l.held.timer = time.AfterFunc(holdTime, l.letGo)
-	case held == nil: // else the first one's time counts
-		l.held.timer.Reset(holdTime)
+	h.packet, h.used = frame.packet, true
+	if !h.running {
+		h.running = true
+		if h.timer == nil {
+			h.timer = time.AfterFunc(holdTime, l.letGo)
+		} else {
+			h.timer.Reset(holdTime)
+		}
 	}
 	return true
 }
 
-// letGo sends the held acknowledgement.
+// letGo sends an acknowledgement that was held for as long as the timer runs, and
+// sets that again while there are any.
 func (l *link) letGo() {
 	l.mu.Lock()
-	held := l.held.packet
-	l.held.packet = nil
-	if held != nil { // else it was overtaken, or the link has ended
-		l.enqueue(outgoing{packet: held})
+	h := &l.held
+	late := h.packet != nil && h.old
+	if late {
+		l.enqueue(outgoing{packet: h.packet})
+		h.packet = nil
+	}
+	h.running = h.used && !l.closed
+	h.old, h.used = h.packet != nil, h.packet != nil
+	if h.running {
+		h.timer.Reset(holdTime)
 	}
 	l.mu.Unlock()
-	if held != nil {
+	if late {
 		l.notify()
 	}
 }

@@ -78,8 +78,9 @@ func (g *Gateway) fromGuest(ep tcpip.Endpoint, queue *waiter.Queue, conn net.Con
 	entry, readable := waiter.NewChannelEntry(waiter.ReadableEvents | waiter.EventErr | waiter.EventHUp)
 	queue.EventRegister(&entry)
 	defer queue.EventUnregister(&entry)
+	raw := rawConn(conn)
 	for {
-		err := g.copyFromGuest(ep, conn)
+		err := g.copyFromGuest(ep, conn, raw)
 		switch {
 		case errors.Is(err, errWouldBlock):
 			<-readable
@@ -127,7 +128,7 @@ func stillThere(ep tcpip.Endpoint, queue *waiter.Queue, downEnded <-chan struct{
 var errWouldBlock = errors.New("nothing to do now")
 
 // copyFromGuest moves one chunk.
-func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn) error {
+func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn, raw syscall.RawConn) error {
 	chunk := g.chunks.get()
 	defer g.chunks.put(chunk)
 	into := tcpip.SliceWriter(chunk[:])
@@ -135,14 +136,26 @@ func (g *Gateway) copyFromGuest(ep tcpip.Endpoint, conn net.Conn) error {
 	switch err.(type) {
 	case nil:
 		g.counters.out(result.Count)
-		_, err := conn.Write(chunk[:result.Count])
-		return err
+		return writeHost(conn, raw, chunk[:result.Count])
 	case *tcpip.ErrWouldBlock:
 		return errWouldBlock
 	case *tcpip.ErrClosedForReceive:
 		return io.EOF
 	}
 	return errReset
+}
+
+// writeHost writes all of data to conn; raw is nil where that is no socket.
+func writeHost(conn net.Conn, raw syscall.RawConn, data []byte) error {
+	if raw != nil {
+		n, err := writeNow(raw, data)
+		if n == len(data) {
+			return err
+		}
+		data = data[n:]
+	}
+	_, err := conn.Write(data)
+	return err
 }
 
 // toGuest moves the data of conn to the guest; nil is an orderly end, passed on.
@@ -203,11 +216,7 @@ type reader struct {
 }
 
 func (g *Gateway) newReader(conn net.Conn) *reader {
-	r := &reader{conn: conn, chunks: &g.chunks}
-	if socket, ok := conn.(syscall.Conn); ok {
-		r.raw, _ = socket.SyscallConn()
-	}
-	return r
+	return &reader{conn: conn, raw: rawConn(conn), chunks: &g.chunks}
 }
 
 // read returns what has come, at most a chunk or one datagram; the chunk, if any,
@@ -221,7 +230,7 @@ func (r *reader) read() (chunk *[chunkSize]byte, n int, err error) {
 	errWait := r.raw.Read(func(fd uintptr) bool {
 		chunk = r.chunks.get()
 		for {
-			n, err = unix.Read(int(fd), chunk[:])
+			n, err = tryRead(fd, chunk[:])
 			if !errors.Is(err, unix.EINTR) {
 				break
 			}
