@@ -87,7 +87,7 @@ func cases() map[string]refusal {
 		},
 		"feature that is unknown": {change: func(s *sequence) { s.NeedFeature(1000, "it has no wings") }, words: []string{"it has no wings"}},
 		"logger set up twice":     {change: func(s *sequence) { s.InitLog(2, krun.LogWarn) }, signal: syscall.SIGABRT},
-		"ruleset that is none":    {change: func(s *sequence) { s.Confine(0, 0) }, words: []string{"confine the VMM: "}},
+		"ruleset that is none":    {change: func(s *sequence) { s.Confine(0, 0) }, words: []string{"confine the VMM with Landlock: "}},
 		"no KVM device":           {hide: "nothing", signal: syscall.SIGABRT, words: []string{"Error(2)"}},
 		"KVM device of others":    {hide: "others", signal: syscall.SIGABRT, words: []string{"Error(13)"}},
 		"another KVM device":      {hide: "/dev/null", errno: syscall.EINVAL, words: []string{"KvmApiVersion"}},

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"unicode"
 )
 
 // ChildCommand is an argument that, alone, makes a program that has this package and
@@ -249,18 +250,27 @@ func (s *Sequence) Refusal(report []byte) error {
 	if at < len(s.orders) {
 		o = s.orders[at]
 	}
-	switch what, words := fields[0], fields[3]; what {
-	case "firmware":
+	// The words may be those of a VMM that its guest has taken over.
+	switch what, words := fields[0], strings.Map(printable, fields[3]); {
+	case what == "firmware":
 		return fmt.Errorf("load libkrunfw: %s", words)
-	case "library":
+	case what == "library":
 		return fmt.Errorf("load libkrun: %s", words)
-	case "lacking":
+	case what == "lacking" && o.name == "load":
 		return fmt.Errorf("load libkrun: %v has no %s: want libkrun 1.17 or a later 1.x", o.args[0].value, words)
-	case "call":
+	case what == "call":
 		return o.failure(syscall.Errno(-result))
 	default:
 		return fmt.Errorf("the list of calls, at number %d (%s): %s", at, o.name, words)
 	}
+}
+
+// printable leaves out what may not be in a line of text.
+func printable(r rune) rune {
+	if !unicode.IsPrint(r) {
+		return -1
+	}
+	return r
 }
 
 // failure is what it means that the order answered with errno.
@@ -268,8 +278,10 @@ func (o order) failure(errno syscall.Errno) error {
 	switch {
 	case o.refusal != "":
 		return errors.New(o.refusal)
-	case o.name == "confine" || o.name == "watch":
-		return fmt.Errorf("%s the VMM: %w", o.name, errno)
+	case o.name == "confine":
+		return fmt.Errorf("confine the VMM with Landlock: %w: set III_SHIM_LANDLOCK=off to do without", errno)
+	case o.name == "watch":
+		return fmt.Errorf("watch the VMM's standard input: %w", errno)
 	default:
 		return newError("krun_"+o.name, errno)
 	}

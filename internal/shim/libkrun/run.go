@@ -1,6 +1,7 @@
 package libkrun
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -10,6 +11,7 @@ import (
 	"os/exec"
 	"runtime"
 	"syscall"
+	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/agentlink"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
@@ -73,10 +75,8 @@ func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devic
 	dev.Started(child.cmd.Process.Pid)
 	// The child has its own now; ours would hide its end.
 	_ = undo.Run()
-	_, _ = child.calls.WriteTo(child.lifeline) // one that is gone has said why
-	report, _ := io.ReadAll(io.LimitReader(child.report, krun.MaxReport))
-	_ = child.cmd.Wait() // the outcome is in ProcessState
-	if err := child.calls.Refusal(report); err != nil {
+	_, _ = child.list.WriteTo(child.lifeline) // one that is gone has said why
+	if err := child.calls.Refusal(child.wait()); err != nil {
 		return bootspec.End{Class: bootspec.EndRefused, Message: "libkrun did not start the VM: " + err.Error(), ExitCode: child.cmd.ProcessState.ExitCode()}
 	}
 	end := ended(child.cmd.ProcessState)
@@ -90,9 +90,26 @@ func (h Hypervisor) Run(ctx context.Context, spec *bootspec.Spec, dev shim.Devic
 type child struct {
 	cmd   *exec.Cmd
 	calls *krun.Sequence
-	// lifeline carries the calls to the child, which ends when it is closed: where
+	list  bytes.Buffer // of the calls, as the child reads it
+	// lifeline carries the list to the child, which ends when it is closed: where
 	// the kernel does not end it with its parent, that does. report comes back.
 	lifeline, report *os.File
+}
+
+// reportWait bounds the wait for the end of a child's report that somebody else
+// holds open: a VMM that its guest has taken over may leave a process behind.
+const reportWait = time.Second
+
+// wait returns when the child is gone, with its report.
+func (c *child) wait() []byte {
+	report := make(chan []byte, 1)
+	go func() {
+		said, _ := io.ReadAll(io.LimitReader(c.report, krun.MaxReport))
+		report <- said
+	}()
+	_ = c.cmd.Wait() // the outcome is in ProcessState
+	_ = c.report.SetReadDeadline(time.Now().Add(reportWait))
+	return <-report
 }
 
 func (c *child) close() {
@@ -115,6 +132,9 @@ func (h Hypervisor) newChild(ctx context.Context, spec *bootspec.Spec, dev shim.
 		undo.Add(confinement.Close)
 	}
 	c.calls = Calls(spec, ruleset)
+	if _, err := c.calls.WriteTo(&c.list); err != nil {
+		return nil, err
+	}
 	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	if err != nil {
 		return nil, err

@@ -140,6 +140,32 @@ func TestEndsOfTheVMM(t *testing.T) {
 	}
 }
 
+// A VMM that leaves a process behind, which holds all that it had, is gone.
+func TestEndOfAVMMThatForked(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, fakeKrun(t), shortDir(t))
+	ended := make(chan bootspec.End, 1)
+	go func() { ended <- r.run(t.Context(), "fork") }()
+	select {
+	case end := <-ended:
+		if end.Class != bootspec.EndGuest {
+			t.Errorf("end is %+v", end)
+		}
+	case <-time.After(patience):
+		t.Error("the VMM's end is not told")
+	}
+}
+
+// What cannot be said to the child is told before there is one.
+func TestVMMThatCannotBeNamed(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, "/lib/libkrun\x00.so.1", shortDir(t))
+	end := r.run(t.Context(), "0")
+	if end.Class != bootspec.EndRefused || !strings.Contains(end.Message, "library has a zero byte") || len(r.started) > 0 {
+		t.Errorf("end is %+v", end)
+	}
+}
+
 func TestVMMThatIsNotThere(t *testing.T) {
 	t.Parallel()
 	text := filepath.Join(t.TempDir(), "text")
@@ -199,7 +225,7 @@ func TestVMMIsNotStartedUnconfined(t *testing.T) {
 		want    string
 	}{
 		"no ruleset":      {func(*bootspec.Spec) (*libkrun.Ruleset, error) { return nil, errors.New("there are no rules") }, "there are no rules"},
-		"another file":    {func(*bootspec.Spec) (*libkrun.Ruleset, error) { return nullRuleset() }, "confine the VMM: "},
+		"another file":    {func(*bootspec.Spec) (*libkrun.Ruleset, error) { return nullRuleset() }, "confine the VMM with Landlock: "},
 		"nothing to rule": {func(*bootspec.Spec) (*libkrun.Ruleset, error) { return nil, nil }, ""},
 	} {
 		r := newRig(t, library, shortDir(t))
@@ -310,70 +336,4 @@ func TestVMMEndsWithItsStdin(t *testing.T) {
 		t.Errorf("the child ended: %v, %v", state, err)
 	}
 	_ = console.Close()
-}
-
-func TestCheckNamesEachFaultAndItsCure(t *testing.T) {
-	t.Parallel()
-	if runtime.GOOS != "linux" {
-		t.Skip("SKIP: what libraries and devices look like is checked on Linux")
-	}
-	dir := shortDir(t)
-	file := func(name string, mode os.FileMode, content string) string {
-		path := filepath.Join(dir, name)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(content), mode)); err != nil {
-			t.Fatal(err)
-		}
-		return path
-	}
-	text, odd := file("text", 0o600, "no library"), file("odd", 0o600, strings.Repeat("x", 513))
-	file("root/agent", 0o700, "agent")
-	file("plain/agent", 0o600, "agent")
-	for name, c := range map[string]struct {
-		change func(*bootspec.Spec)
-		device string
-		want   []string
-	}{
-		"nothing of libkrun": {func(s *bootspec.Spec) { s.Libkrun = nil }, "", []string{"bad-spec", "libkrun part is missing"}},
-		"everything at once": {
-			func(s *bootspec.Spec) {
-				s.Libkrun = &bootspec.LibkrunSpec{Library: "/no/k", Firmware: "/no/fw", Root: "/no/root"}
-			}, "",
-			[]string{"bad-spec", "/no/k", "/no/fw", "/no/root/agent", "adapter vmm setup --libkrun"},
-		},
-		"no library":               {func(s *bootspec.Spec) { s.Libkrun.Library = text }, "", []string{"is not a shared library"}},
-		"a directory":              {func(s *bootspec.Spec) { s.Libkrun.Firmware = dir }, "", []string{"not a regular file"}},
-		"agent that is no program": {func(s *bootspec.Spec) { s.Libkrun.Root = filepath.Join(dir, "plain") }, "", []string{"not an executable"}},
-		"CPUs":                     {func(s *bootspec.Spec) { s.CPUs = 17 }, "", []string{"cpus is 17", "16"}},
-		"half a sector":            {func(s *bootspec.Spec) { s.Lower.Path = odd }, "", []string{"lower", "512"}},
-		"no device":                {func(*bootspec.Spec) {}, filepath.Join(dir, "none"), []string{"is missing", "adapter doctor", "--vmm qemu"}},
-		"another device":           {func(*bootspec.Spec) {}, os.DevNull, []string{"is not the KVM device"}},
-		"no device at all":         {func(*bootspec.Spec) {}, dir, []string{"open " + dir}},
-	} {
-		s := spec()
-		s.Dir, s.Libkrun.Root = dir, filepath.Join(dir, "root")
-		s.Libkrun.Library = realLibrary(t)
-		s.Libkrun.Firmware = s.Libkrun.Library
-		c.change(s)
-		err := libkrun.Hypervisor{Device: c.device}.Check(s)
-		for _, want := range c.want {
-			if err == nil || !strings.Contains(err.Error(), want) {
-				t.Errorf("%s: error is %v, want %q in it", name, err, want)
-			}
-		}
-		if err != nil && strings.Contains(err.Error(), "\n") {
-			t.Errorf("%s: the error has several lines: %v", name, err)
-		}
-	}
-}
-
-// realLibrary is some shared library of this host.
-func realLibrary(t *testing.T) string {
-	t.Helper()
-	for _, pattern := range []string{"/lib/*/libc.so.6", "/lib64/libc.so.6", "/usr/lib/libc.so.6"} {
-		if found, _ := filepath.Glob(pattern); len(found) > 0 {
-			return found[0]
-		}
-	}
-	t.Skip("SKIP: no libc.so.6 to play a library")
-	return ""
 }

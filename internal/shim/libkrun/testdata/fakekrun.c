@@ -139,6 +139,11 @@ int32_t krun_start_enter(uint32_t ctx)
 		raise(SIGBUS);
 	if (!strcmp(act, "abort"))
 		abort();
+	if (!strcmp(act, "fork") && !fork()) {
+		char byte;
+		while (read(0, &byte, 1) > 0)
+			;
+	}
 	while (!strcmp(act, "hang"))
 		pause();
 	_exit(0);
