@@ -51,7 +51,7 @@ sandbox -> bootspec catalog cleanup egress fault guest imagestore vm
 # In serve it puts adapter, engine client and core together.
 cli     -> adapter catalog config contract egress fault guest iii imagestore layout sandbox selftest vm vmassets
 # doctor's VM.
-selftest -> cleanup erofs guest vm
+selftest -> cleanup erofs guest layout vm
 # catalog for the kinds of images, config for what it hands to the core.
 adapter -> catalog config contract egress fault iii sandbox
 

@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -58,7 +59,7 @@ func (a *App) tryBoot(ctx context.Context) vmassets.Finding {
 	result, err := a.selfTest(ctx)
 	if err != nil {
 		f.Finding = err.Error()
-		f.Fix = "mend what is above; docs/debugging.md tells how to boot one VM by hand"
+		f.Fix = "mend first what else fails; docs/debugging.md tells how to boot the same VM by hand"
 		return f
 	}
 	f.OK = true
@@ -76,7 +77,7 @@ func (a *App) selfTest(ctx context.Context) (selftest.Result, error) {
 	if err != nil {
 		return selftest.Result{}, err
 	}
-	return selftest.Run(ctx, launcher)
+	return selftest.Run(ctx, launcher, roots.VMM())
 }
 
 func (a *App) diagnose(cmd *cobra.Command) []vmassets.Finding {
@@ -121,6 +122,9 @@ func directories(roots layout.Roots) vmassets.Finding {
 	return f
 }
 
+// indented has the further lines of a finding below its first.
+func indented(text string) string { return strings.ReplaceAll(text, "\n", "\n      ") }
+
 func (a *App) printFindings(findings []vmassets.Finding, asJSON bool) error {
 	if asJSON {
 		type finding struct {
@@ -143,7 +147,7 @@ func (a *App) printFindings(findings []vmassets.Finding, asJSON bool) error {
 		case f.Fix != "":
 			mark = "note"
 		}
-		if _, err := fmt.Fprintf(a.Stdout, "%s  %s: %s\n", mark, f.Name, f.Finding); err != nil {
+		if _, err := fmt.Fprintf(a.Stdout, "%s  %s: %s\n", mark, f.Name, indented(f.Finding)); err != nil {
 			return err
 		}
 		if f.Fix != "" {

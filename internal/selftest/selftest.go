@@ -16,6 +16,7 @@ import (
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/cleanup"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/erofs"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/guest"
+	"github.com/iii-hq/workers/sandbox-libkrun/internal/layout"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/vm"
 )
 
@@ -34,19 +35,18 @@ type Result struct {
 	In, Out time.Duration
 }
 
+// imageName is the image that is booted.
+const imageName = "selftest.erofs"
+
 // Run boots a VM, writes a file into it, reads it back, compares the two, and ends
-// the VM. It takes seconds, also where the guest stands still before ctx ends.
-// Nothing of it is left on the host. The error of a VM has the ends of its logs.
-func Run(ctx context.Context, launcher *vm.Launcher) (r Result, err error) {
+// the VM. It takes seconds, also where the guest stands still before ctx ends. The
+// VM's image, of a few KiB, stays in dir, which is made: the spec that is kept of a
+// failed boot names it. The error of a VM has the ends of its logs.
+func Run(ctx context.Context, launcher *vm.Launcher, dir string) (r Result, err error) {
 	var undo cleanup.Stack
 	defer func() { err = errors.Join(err, undo.Run()) }()
-	dir, err := os.MkdirTemp("", "sandbox-selftest-")
-	if err != nil {
-		return r, err
-	}
-	undo.Add(func() error { return os.RemoveAll(dir) })
-	lower := filepath.Join(dir, "empty.erofs")
-	if err := emptyImage(lower, filepath.Join(dir, "side")); err != nil {
+	lower := filepath.Join(dir, imageName)
+	if err := emptyImage(lower); err != nil {
 		return r, fmt.Errorf("make an empty image: %w", err)
 	}
 	began := time.Now()
@@ -62,17 +62,27 @@ func Run(ctx context.Context, launcher *vm.Launcher) (r Result, err error) {
 	return r, nil
 }
 
-// emptyImage writes an EROFS of a root directory.
-func emptyImage(path, side string) (err error) {
+// emptyImage writes an EROFS of a root directory, whole or not at all.
+func emptyImage(path string) (err error) {
+	if err := layout.MakePrivate(filepath.Dir(path)); err != nil {
+		return err
+	}
+	dir, err := os.MkdirTemp(filepath.Dir(path), "selftest-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 	var files [2]*os.File
-	for i, name := range []string{path, side} {
-		if files[i], err = os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+	for i, name := range []string{"image", "side"} {
+		if files[i], err = os.OpenFile(filepath.Join(dir, name), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
 			return err
 		}
 		defer func() { err = errors.Join(err, files[i].Close()) }()
 	}
-	_, err = erofs.NewBuilder(files[0], files[1], erofs.Limits{}).Finish()
-	return err
+	if _, err := erofs.NewBuilder(files[0], files[1], erofs.Limits{}).Finish(); err != nil {
+		return err
+	}
+	return os.Rename(files[0].Name(), path)
 }
 
 func stream(ctx context.Context, client *guest.Client) (in, out time.Duration, err error) {
