@@ -122,7 +122,7 @@ func kernelParameters(spec *bootspec.Spec) []string {
 	}
 	parameters := []string{
 		"initcall_blacklist=" + strings.Join(unused, ","),
-		"loop.max_loop=0", // they are made when they are asked for
+		"loop.max_loop=0", "dummy.numdummies=0", // they are made when they are asked for
 		"cryptomgr.notests", "rcupdate.rcu_expedited=1",
 	}
 	if runtime.GOARCH != "amd64" {
