@@ -125,7 +125,16 @@ func closeStdin(stdin *os.File) error {
 func prepareProcess() error {
 	unix.Umask(0o077)
 	// The VMM gets what it is given and nothing that a shell left open.
-	return errors.Join(closeOnExec(), raiseFileLimit())
+	return errors.Join(closeOnExec(), raiseFileLimit(), forbidDumps())
+}
+
+// forbidDumps keeps the memory of a guest out of the host's core dumps: a VMM that
+// aborts, which libkrun does for small reasons, would leave it there.
+func forbidDumps() error {
+	if err := syscall.Setrlimit(syscall.RLIMIT_CORE, &syscall.Rlimit{}); err != nil {
+		return fmt.Errorf("RLIMIT_CORE: %w", err)
+	}
+	return nil
 }
 
 // maxFiles is enough for every VM, and below what kernels refuse.

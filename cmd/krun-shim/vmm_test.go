@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -60,6 +61,7 @@ func peek(args []string, console io.Writer) int {
 			{"read the system", func() error { return tryOpen("/etc/passwd", os.O_RDONLY) }},
 			{"write the system", func() error { return tryOpen("/etc/passwd", os.O_WRONLY) }},
 			{"bind a TCP port", bindTCP},
+			{"dump its memory", canDump},
 		} {
 			result := "ok"
 			if err := probe.try(); err != nil {
@@ -80,6 +82,14 @@ func bindTCP() error {
 	}
 	defer func() { _ = syscall.Close(fd) }()
 	return syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}})
+}
+
+func canDump() error {
+	var limit syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_CORE, &limit); err != nil || limit.Cur > 0 {
+		return err
+	}
+	return errors.New("the limit is 0")
 }
 
 func tryOpen(path string, flags int) error {
