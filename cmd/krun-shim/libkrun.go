@@ -28,7 +28,7 @@ func newLibkrun(log *slog.Logger) libkrun.Hypervisor {
 }
 
 // errNoChild is what the command of a child comes to that is not caught before:
-// that takes C.
+// that takes C, and no more arguments.
 func errNoChild() error {
-	return errors.New(krun.ChildCommand + " is for krun-shim itself, and this one was built without cgo: build it with CGO_ENABLED=1")
+	return errors.New(krun.ChildCommand + " is for krun-shim itself, which takes one built with cgo: if its shim says this, build it with CGO_ENABLED=1")
 }
