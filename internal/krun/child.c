@@ -224,10 +224,12 @@ static int32_t init_log(struct child *c)
 	return call_init_log(&c->api, (int)fd, (uint32_t)level, (uint32_t)style, (uint32_t)options);
 }
 
-// has_feature fails too where the library does not know the feature.
+// has_feature fails too where the library does not know the feature, but not where
+// it cannot be asked, before 1.17.3: then the calls that need it will tell.
 static int32_t has_feature(struct child *c)
 {
-	return call_has_feature(&c->api, (uint64_t)number(c)) == 1 ? 0 : -ENOTSUP;
+	int32_t answer = call_has_feature(&c->api, (uint64_t)number(c));
+	return answer == 1 || answer == -ENOSYS ? 0 : -ENOTSUP;
 }
 
 static int32_t set_nested_virt(struct child *c) { return call_set_nested_virt(&c->api, c->ctx, number(c)); }

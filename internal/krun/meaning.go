@@ -11,7 +11,7 @@ func meaning(call string, errno syscall.Errno) string {
 	const start = "krun_start_enter"
 	switch {
 	case errno == syscall.ENOSYS:
-		return "the loaded libkrun is too old to have it"
+		return "the loaded libkrun is too old to have it, or was built without it"
 	case call == start && errno == syscall.EINVAL:
 		return "libkrun refused the VM: a disk or directory is missing or may not be opened, there are too many devices, " +
 			"or on macOS the program lacks the hypervisor entitlement; its log has more"

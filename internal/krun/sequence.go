@@ -80,7 +80,7 @@ func (s *Sequence) InitLog(fd int, level LogLevel) {
 }
 
 // NeedFeature refuses a library that was built without a feature, with words for
-// the user.
+// the user. One before 1.17.3 cannot be asked, and is taken.
 func (s *Sequence) NeedFeature(feature Feature, lacking string) {
 	s.add("has_feature", arg{"feature", int(feature)})
 	s.orders[len(s.orders)-1].refusal = lacking

@@ -30,13 +30,13 @@ const patience = 30 * time.Second
 
 // fakeKrun builds a library in libkrun's place (testdata/fakekrun.c), whose guest
 // does what the VM's id says. The child that loads it is real: this program.
-func fakeKrun(t *testing.T) string {
+func fakeKrun(t *testing.T, flags ...string) string {
 	t.Helper()
 	if !hasChild {
 		t.Skip("SKIP: this program was built without cgo, the child of a VM is C")
 	}
 	library := filepath.Join(t.TempDir(), "libkrun.so.1")
-	cc := exec.Command("cc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, "testdata/fakekrun.c")
+	cc := exec.Command("cc", append(flags, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, "testdata/fakekrun.c")...)
 	if out, err := cc.CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
@@ -137,6 +137,15 @@ func TestEndsOfTheVMM(t *testing.T) {
 				t.Errorf("the log is %q", r.log.String())
 			}
 		})
+	}
+}
+
+// A library that cannot be asked for its features may have them.
+func TestVMMOfAnOldLibrary(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, fakeKrun(t, "-DBEFORE_1_17_3"), shortDir(t))
+	if end := r.run(t.Context(), "0"); end.Class != bootspec.EndGuest {
+		t.Errorf("end is %+v", end)
 	}
 }
 
