@@ -105,10 +105,9 @@ func Calls(spec *bootspec.Spec, confined *Ruleset) *krun.Sequence {
 // initialization of what is of no use in a sandbox. A kernel that lacks a function
 // ignores its name.
 //
-// libkrun's virtual CPUs have no TSC deadline timer, so the kernel would measure
-// their APIC's timer, for 0.2 s on any host. With a single CPU the PIT serves as
-// well, but that wakes an idle guest some fifty times a second: no matter for a
-// sandbox that ends with its launcher, but for one that is kept.
+// On AMD's processors libkrun 1.17 has no TSC deadline timer for its guests, so the
+// kernel measures their APIC's timer, for 0.2 s. nolapic_timer would save that, and
+// have every timer of the guest go through the slower PIT for as long as it lives.
 func kernelParameters(spec *bootspec.Spec) []string {
 	unused := []string{
 		"init_btrfs_fs", "raid6_select_algo", "calibrate_xor_blocks", // time their algorithms
@@ -130,9 +129,6 @@ func kernelParameters(spec *bootspec.Spec) []string {
 	}
 	if spec.CPUs == 1 {
 		parameters = append(parameters, "noreplace-smp")
-		if spec.Lifetime == bootspec.Tied {
-			parameters = append(parameters, "nolapic_timer")
-		}
 	}
 	return parameters
 }
