@@ -122,7 +122,7 @@ func kernelParameters(spec *bootspec.Spec) []string {
 	parameters := []string{
 		"initcall_blacklist=" + strings.Join(unused, ","),
 		"loop.max_loop=0", "dummy.numdummies=0", // they are made when they are asked for
-		"cryptomgr.notests", "rcupdate.rcu_expedited=1",
+		"cryptomgr.notests", "rcupdate.rcu_expedited=1", "audit=0", "selinux=0",
 	}
 	if runtime.GOARCH != "amd64" {
 		return parameters // a kernel hands what it does not know to the program
