@@ -1,10 +1,17 @@
 package main
 
 import (
+	"bytes"
+	"context"
 	"errors"
+	"fmt"
+	"io"
 	"log/slog"
 	"os"
+	"os/exec"
 	"runtime"
+	"strings"
+	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/krun"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim/libkrun"
@@ -25,6 +32,56 @@ func newLibkrun(log *slog.Logger) libkrun.Hypervisor {
 		h.Confine = libkrunRuleset
 	}
 	return h
+}
+
+// describeTimeout bounds the loading of a library.
+const describeTimeout = 10 * time.Second
+
+// describeLibkrun prints in one line what a libkrun can do, for doctor: whether
+// it loads at all is known to nobody before.
+func describeLibkrun(args []string, stdout io.Writer, log *slog.Logger) error {
+	if len(args) != 2 {
+		return errors.New(commandDescribe + ": want LIBRARY FIRMWARE")
+	}
+	calls := &krun.Sequence{}
+	calls.Load(args[0], args[1])
+	calls.Describe()
+	var list bytes.Buffer
+	if _, err := calls.WriteTo(&list); err != nil {
+		return err
+	}
+	report, said, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = report.Close() }() // only read
+	ctx, cancel := context.WithTimeout(context.Background(), describeTimeout)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, newLibkrun(log).Command, krun.ChildCommand)
+	cmd.Env, cmd.Stdin = []string{}, &list
+	cmd.ExtraFiles = []*os.File{krun.ReportFile - 3: said}
+	output, runErr := cmd.CombinedOutput()
+	_ = said.Close() // the child has ended
+	words, _ := io.ReadAll(io.LimitReader(report, krun.MaxReport))
+	if len(words) == 0 {
+		return fmt.Errorf("load libkrun: %w %s", runErr, bytes.TrimSpace(output))
+	}
+	d, err := calls.Described(words)
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprintln(stdout, abilities(d))
+	return err
+}
+
+// abilities is what a user wants to know of a library.
+func abilities(d krun.Description) string {
+	has := map[bool]string{true: "with", false: "without"}
+	text := fmt.Sprintf("built %s disks and %s network devices", has[d.Has(krun.FeatureBlk)], has[d.Has(krun.FeatureNet)])
+	if len(d.Missing) > 0 {
+		text += ", lacks " + strings.Join(d.Missing, ", ")
+	}
+	return text
 }
 
 // errNoChild is what the command of a child comes to that is not caught before:

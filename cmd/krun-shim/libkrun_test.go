@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
@@ -50,6 +51,30 @@ func TestLibkrunIsConfined(t *testing.T) {
 		"read the system: ok;write the system: no;reopen a file of its own: ok;read another process: no;bind a TCP port: no"
 	if string(got) != want {
 		t.Errorf("the VMM says\n%s\nwant\n%s", got, want)
+	}
+}
+
+func TestDescribeLibkrun(t *testing.T) {
+	t.Parallel()
+	library := filepath.Join(t.TempDir(), "libkrun.so.1")
+	cc := exec.CommandContext(t.Context(), "cc", "-shared", "-fPIC", "-o", library, "../../internal/shim/libkrun/testdata/fakekrun.c")
+	if out, err := cc.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	var out strings.Builder
+	if err := describeLibkrun([]string{library, ""}, &out, slog.New(slog.DiscardHandler)); err != nil {
+		t.Fatal(err)
+	}
+	if got := out.String(); got != "built with disks and with network devices, lacks krun_set_nested_virt\n" {
+		t.Errorf("it is %q", got)
+	}
+	for name, args := range map[string][]string{
+		"load libkrun: /no/libkrun": {"/no/libkrun", ""}, "load libkrunfw: /no/fw": {library, "/no/fw"}, "want LIBRARY": {library},
+		"libc.so.6 has no krun_init_log": {"libc.so.6", ""},
+	} {
+		if err := describeLibkrun(args, io.Discard, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%q: error is %v", args, err)
+		}
 	}
 }
 

@@ -40,6 +40,8 @@ const (
 	commandBoot    = "__vm-boot"
 	commandSave    = "__vm-save"
 	commandConfine = "__confine"
+	// commandDescribe is vmassets' too.
+	commandDescribe = "__describe-libkrun"
 )
 
 // exitUsage is for what is wrong before there is a VM; bootspec has the others.
@@ -98,6 +100,8 @@ func run(args []string, stdin *os.File, stdout, stderr io.Writer) int {
 		return complain(stderr, confine(args[1:]))
 	case krun.ChildCommand:
 		return complain(stderr, errNoChild())
+	case commandDescribe:
+		return complain(stderr, describeLibkrun(args[1:], stdout, slog.New(slog.DiscardHandler)))
 	case commandSave:
 		return complain(stderr, saveGuest(stdin, stderr))
 	case commandBoot:

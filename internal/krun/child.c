@@ -232,6 +232,26 @@ static int32_t has_feature(struct child *c)
 	return answer == 1 || answer == -ENOSYS ? 0 : -ENOTSUP;
 }
 
+// describe tells what the library can do, instead of a VM: a bit for each feature,
+// in hexadecimal, and the functions that it lacks.
+static int32_t describe(struct child *c)
+{
+	enum { features = 64 };
+	uint64_t has = 0;
+	for (uint64_t i = 0; i < features; i++)
+		if (call_has_feature(&c->api, i) == 1)
+			has |= UINT64_C(1) << i;
+	char words[1024];
+	size_t used = (size_t)snprintf(words, sizeof words, "%llx", (unsigned long long)has);
+	for (size_t i = 0; i < sizeof symbols / sizeof symbols[0]; i++) {
+		void *found;
+		memcpy(&found, (char *)&c->api + symbols[i].at, sizeof found);
+		if (!found && used < sizeof words)
+			used += (size_t)snprintf(words + used, sizeof words - used, " %s", symbols[i].name);
+	}
+	refuse(c, "described", 0, words);
+}
+
 static int32_t set_nested_virt(struct child *c) { return call_set_nested_virt(&c->api, c->ctx, number(c)); }
 static int32_t disable_console(struct child *c) { return call_disable_implicit_console(&c->api, c->ctx); }
 static int32_t disable_vsock(struct child *c) { return call_disable_implicit_vsock(&c->api, c->ctx); }
@@ -248,6 +268,7 @@ static const struct {
 	{"load", load},
 	{"init_log", init_log},
 	{"has_feature", has_feature},
+	{"describe", describe},
 	{"create_ctx", create_ctx},
 	{"set_vm_config", set_vm_config},
 	{"set_nested_virt", set_nested_virt},

@@ -98,9 +98,11 @@ func cases() map[string]refusal {
 // outcome is how a child ended.
 type outcome struct {
 	state *os.ProcessState
-	err   error // its report
-	log   string
-	took  time.Duration
+	// report is what it said, err what that means.
+	report []byte
+	err    error
+	log    string
+	took   time.Duration
 }
 
 // run makes this program the child that makes the calls.
@@ -133,7 +135,7 @@ func run(t *testing.T, s *krun.Sequence, hide string) outcome {
 	_, _ = list.WriteTo(input) // one that is gone has said why
 	words, _ := io.ReadAll(report)
 	_ = cmd.Wait() // the outcome is in ProcessState
-	return outcome{cmd.ProcessState, s.Refusal(words), log.String(), time.Since(began)}
+	return outcome{cmd.ProcessState, words, s.Refusal(words), log.String(), time.Since(began)}
 }
 
 // Each mistake ends as package shim/libkrun has to expect it: the call that is
@@ -193,6 +195,31 @@ func realPair(t *testing.T) [2]string {
 		t.Skipf("SKIP: no real libkrun to test with: %v", err)
 	}
 	return [2]string{pair.Library, pair.Firmware}
+}
+
+// What the real library tells of itself.
+func TestDescribe(t *testing.T) {
+	t.Parallel()
+	pair := realPair(t)
+	describe := func(library, firmware string) (krun.Description, error) {
+		s := &krun.Sequence{}
+		s.Load(library, firmware)
+		s.Describe()
+		return s.Described(run(t, s, "").report)
+	}
+	d, err := describe(pair[0], pair[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !d.Has(krun.FeatureNet) || !d.Has(krun.FeatureBlk) || d.Has(63) {
+		t.Errorf("its features are not those of a build with disks and network: %+v", d)
+	}
+	if slices.Contains(d.Missing, "krun_create_ctx") {
+		t.Errorf("it lacks %q", d.Missing)
+	}
+	if _, err := describe("/no/libkrun.so.1", ""); err == nil || !strings.Contains(err.Error(), "load libkrun: /no/libkrun.so.1") {
+		t.Errorf("a library that is not there: %v", err)
+	}
 }
 
 func TestLoadSaysWhatIsWrong(t *testing.T) {

@@ -86,6 +86,9 @@ func (s *Sequence) NeedFeature(feature Feature, lacking string) {
 	s.orders[len(s.orders)-1].refusal = lacking
 }
 
+// Describe has the child tell what the library can do, and end; see Described.
+func (s *Sequence) Describe() { s.add("describe") }
+
 // CreateContext begins the configuration that all that follows is about.
 func (s *Sequence) CreateContext() { s.add("create_ctx") }
 

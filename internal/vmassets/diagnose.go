@@ -41,7 +41,7 @@ func Diagnose(ctx context.Context, dir, vmm string, getenv func(string) string) 
 	kernel, kernelFinding := diagnoseKernel(dir, getenv)
 	agent, agentFinding := diagnoseAgent(getenv)
 	virtualization := diagnoseVirtualization()
-	libkrun, ready := diagnoseLibkrun(dir, getenv)
+	libkrun, ready := diagnoseLibkrun(ctx, dir, getenv)
 	if vmm == "libkrun" && !ready {
 		libkrun.OK, virtualization.OK = false, HardwareVirtualization() == nil
 		if libkrun.Fix == "" {

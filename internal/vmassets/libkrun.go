@@ -2,14 +2,18 @@ package vmassets
 
 import (
 	"bytes"
+	"cmp"
+	"context"
 	"debug/elf"
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
+	"time"
 )
 
 // envLibkrun names libkrun's file, or the directory that it lies in.
@@ -212,16 +216,17 @@ func missingLibraries(needed, dirs []string, cache string) (missing, packages []
 }
 
 // diagnoseLibkrun also tells whether VMs run on libkrun here.
-func diagnoseLibkrun(dir string, getenv func(string) string) (f Finding, ready bool) {
+func diagnoseLibkrun(ctx context.Context, dir string, getenv func(string) string) (f Finding, ready bool) {
 	f = Finding{Name: "libkrun", OK: true}
 	pair, err := FindLibkrun(dir, getenv)
 	virtualization := HardwareVirtualization()
 	switch {
 	case err == nil && virtualization == nil:
 		f.Finding = pair.Library + ", kernel in " + pair.Firmware
-		return f, true
+		return f, f.load(ctx, pair, dir, getenv)
 	case err == nil:
 		f.Finding = pair.Library + " is there, but of no use without hardware virtualization"
+		f.load(ctx, pair, dir, getenv)
 	case virtualization != nil:
 		f.Finding = "none, and of no use without hardware virtualization"
 	default:
@@ -232,3 +237,40 @@ func diagnoseLibkrun(dir string, getenv func(string) string) (f Finding, ready b
 	}
 	return f, false
 }
+
+// load adds what the library can do, or why it does not load.
+func (f *Finding) load(ctx context.Context, pair *Libkrun, dir string, getenv func(string) string) bool {
+	able, err := describeLibkrun(ctx, pair, dir, getenv)
+	if err != nil {
+		f.Finding += "; it does not load: " + err.Error()
+		f.Fix = "install what it needs, or another libkrun, or run `adapter vmm setup --libkrun`"
+		return false
+	}
+	f.Finding += "; it is " + able
+	return true
+}
+
+// commandDescribe is krun-shim's; see its main.
+const commandDescribe = "__describe-libkrun"
+
+// describeLibkrun has krun-shim load the libraries and say what they can do. The
+// adapter itself cannot load any.
+func describeLibkrun(ctx context.Context, pair *Libkrun, dir string, getenv func(string) string) (string, error) {
+	shim, err := FindShim(getenv, dir)
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(ctx, versionTimeout)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, shim, commandDescribe, pair.Library, pair.Firmware)
+	cmd.WaitDelay = time.Second
+	var said strings.Builder
+	cmd.Stderr = &said
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("%s", cmp.Or(oneLine(strings.TrimPrefix(said.String(), "krun-shim: ")), err.Error()))
+	}
+	return oneLine(string(out)), nil
+}
+
+func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }

@@ -19,7 +19,7 @@ static bool peeks(void) { return !strcmp(getenv("HOSTNAME"), "peek"); }
 
 int32_t krun_init_log(int fd, uint32_t level, uint32_t style, uint32_t options) { return fd == 2 && level == 2 && style == 2 && options == 1 ? 0 : -5; }
 #ifndef BEFORE_1_17_3
-int32_t krun_has_feature(uint64_t feature) { return feature < 2 && strcmp(getenv("HOSTNAME"), "no-disks"); }
+int32_t krun_has_feature(uint64_t feature) { return feature < 2 && (!getenv("HOSTNAME") || strcmp(getenv("HOSTNAME"), "no-disks")); }
 #endif
 int32_t krun_create_ctx(void) { return 3; }
 int32_t krun_set_vm_config(uint32_t ctx, uint8_t cpus, uint32_t mib) { return ctx == 3 && cpus == 2 && mib == 512 ? 0 : -5; }
