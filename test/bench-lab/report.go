@@ -148,7 +148,7 @@ func (r results) timeline() string {
 	}{
 		{"request until the shim is spawned: directory, disk, copy of the agent, spec", func(p parts) time.Duration { return p.prepare }},
 		{"spawn of the shim until it has forked the VMM's process", func(p parts) time.Duration { return p.shim }},
-		{"then until libkrun is loaded: exec, Go's start, confinement, dlopen", func(p parts) time.Duration { return p.child }},
+		{"then until libkrun is loaded: exec, confinement, dlopen", func(p parts) time.Duration { return p.child }},
 		{"then until krun_create_ctx: symbols, log", func(p parts) time.Duration { return p.context }},
 		{"then until krun_start_enter: the calls", func(p parts) time.Duration { return p.configure }},
 		{"then until the guest's kernel starts: libkrun builds the VM", func(p parts) time.Duration { return p.build }},
