@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/signal"
 	"strings"
 	"syscall"
 
@@ -33,7 +34,9 @@ func playVMM(args []string) int {
 		return peek(args, console)
 	case "hang":
 		_, _ = fmt.Fprint(console, "nothing happens\r\n")
-		select {}
+		never := make(chan os.Signal, 1)
+		signal.Notify(never, syscall.SIGUSR2) // who waits for a signal is not deadlocked
+		<-never
 	}
 	if err := playGuest(console, link, env); err != nil {
 		_, _ = fmt.Fprintln(os.Stderr, err)
