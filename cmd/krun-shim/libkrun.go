@@ -44,6 +44,7 @@ func describeLibkrun(args []string, stdout io.Writer, log *slog.Logger) error {
 		return errors.New(commandDescribe + ": want LIBRARY FIRMWARE")
 	}
 	calls := &krun.Sequence{}
+	calls.Watch() // a library that hangs ends with this process
 	calls.Load(args[0], args[1])
 	calls.Describe()
 	var list bytes.Buffer
@@ -58,13 +59,23 @@ func describeLibkrun(args []string, stdout io.Writer, log *slog.Logger) error {
 	ctx, cancel := context.WithTimeout(context.Background(), describeTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, newLibkrun(log).Command, krun.ChildCommand)
-	cmd.Env, cmd.Stdin = []string{}, &list
+	input, err := cmd.StdinPipe() // open for as long as the child runs
+	if err != nil {
+		return errors.Join(err, said.Close())
+	}
+	var output bytes.Buffer
+	cmd.Env, cmd.Stdout, cmd.Stderr = []string{}, &output, &output
 	cmd.ExtraFiles = []*os.File{krun.ReportFile - 3: said}
-	output, runErr := cmd.CombinedOutput()
-	_ = said.Close() // the child has ended
+	err = cmd.Start()
+	_ = said.Close() // the child has its own
+	if err != nil {
+		return err
+	}
+	_, _ = list.WriteTo(input) // one that is gone has said why
+	runErr := cmd.Wait()
 	words, _ := io.ReadAll(io.LimitReader(report, krun.MaxReport))
 	if len(words) == 0 {
-		return fmt.Errorf("load libkrun: %w %s", runErr, bytes.TrimSpace(output))
+		return fmt.Errorf("load libkrun: %w %s", runErr, bytes.TrimSpace(output.Bytes()))
 	}
 	d, err := calls.Described(words)
 	if err != nil {

@@ -10,8 +10,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/bootspec"
 	"github.com/iii-hq/workers/sandbox-libkrun/internal/shim"
@@ -74,6 +77,57 @@ func TestDescribeLibkrun(t *testing.T) {
 	} {
 		if err := describeLibkrun(args, io.Discard, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("%q: error is %v", args, err)
+		}
+	}
+}
+
+// A library that hangs while it is loaded ends with who wanted to know of it.
+func TestDescribeLeavesNoChild(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	source, library := filepath.Join(dir, "hang.c"), filepath.Join(dir, "libkrun.so.1")
+	const hangs = `#include <stdio.h>
+#include <unistd.h>
+__attribute__((constructor)) static void hang(void) {
+	FILE *f = fopen("new", "w");
+	fprintf(f, "%d", getpid());
+	fclose(f);
+	rename("new", "pid");
+	for (;;)
+		pause();
+}`
+	if err := os.WriteFile(source, []byte(hangs), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.CommandContext(t.Context(), "cc", "-shared", "-fPIC", "-o", library, source).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	shim := exec.CommandContext(t.Context(), os.Args[0], commandDescribe, library, "")
+	shim.Dir, shim.Env = dir, []string{playShim + "=1"}
+	if err := shim.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var child int
+	waitFor(t, "the library is loaded", func() bool {
+		text, err := os.ReadFile(filepath.Join(dir, "pid"))
+		if err == nil {
+			child, err = strconv.Atoi(string(text))
+		}
+		return err == nil
+	})
+	_ = shim.Process.Kill()
+	_ = shim.Wait() // killed
+	waitFor(t, "the child is gone", func() bool { return errors.Is(syscall.Kill(child, 0), syscall.ESRCH) })
+}
+
+// waitFor fails unless done reports true within the patience.
+func waitFor(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for deadline := time.After(patience); !done(); {
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-deadline:
+			t.Fatalf("waited in vain until %s", what)
 		}
 	}
 }

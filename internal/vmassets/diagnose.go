@@ -42,6 +42,9 @@ func Diagnose(ctx context.Context, dir, vmm string, getenv func(string) string) 
 	agent, agentFinding := diagnoseAgent(getenv)
 	virtualization := diagnoseVirtualization()
 	libkrun, ready := diagnoseLibkrun(ctx, dir, getenv)
+	if vmm == "qemu" {
+		libkrun.OK = true
+	}
 	if vmm == "libkrun" && !ready {
 		libkrun.OK, virtualization.OK = false, HardwareVirtualization() == nil
 		if libkrun.Fix == "" {

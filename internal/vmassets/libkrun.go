@@ -223,10 +223,13 @@ func diagnoseLibkrun(ctx context.Context, dir string, getenv func(string) string
 	switch {
 	case err == nil && virtualization == nil:
 		f.Finding = pair.Library + ", kernel in " + pair.Firmware
-		return f, f.load(ctx, pair, dir, getenv)
+		// It would be taken, and no VM boot.
+		f.OK = f.load(ctx, pair, dir, getenv)
+		return f, f.OK
 	case err == nil:
 		f.Finding = pair.Library + " is there, but of no use without hardware virtualization"
 		f.load(ctx, pair, dir, getenv)
+		f.Fix = "" // it would be for nothing
 	case virtualization != nil:
 		f.Finding = "none, and of no use without hardware virtualization"
 	default:
