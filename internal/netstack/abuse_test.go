@@ -114,23 +114,35 @@ func (r *raw) sendFragments(src, dst netip.Addr, segment []byte, cut int) {
 	}
 }
 
-// Nor when the guest is the one that is connected to.
-func TestTinySegmentsOfAServer(t *testing.T) {
-	t.Parallel()
-	r := startRaw(t, newWorld(), nil)
+// dialPublished connects to port 80 of the guest from the host.
+func dialPublished(t *testing.T, r *raw) *net.TCPConn {
+	t.Helper()
 	host, err := r.Publish(netip.MustParseAddrPort("127.0.0.1:0"), 80)
 	if err != nil {
 		t.Fatal(err)
 	}
-	conn, err := net.Dial("tcp", host.String())
+	conn, err := net.DialTCP("tcp", nil, net.TCPAddrFromAddrPort(host))
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Close() //nolint:errcheck // nothing was written
-	asked := tcpOf(r.expect("the gateway's SYN", func(frame []byte) bool {
+	t.Cleanup(func() { _ = conn.Close() })
+	return conn
+}
+
+// gatewaySYN is what the guest then gets.
+func gatewaySYN(r *raw) header.TCP {
+	return tcpOf(r.expect("the gateway's SYN", func(frame []byte) bool {
 		s := tcpOf(frame)
 		return s != nil && s.Flags() == header.TCPFlagSyn
 	}))
+}
+
+// Nor when the guest is the one that is connected to.
+func TestTinySegmentsOfAServer(t *testing.T) {
+	t.Parallel()
+	r := startRaw(t, newWorld(), nil)
+	dialPublished(t, r)
+	asked := gatewaySYN(r)
 	src, dst := source(gateway4, 80), netip.AddrPortFrom(gateway4, asked.SourcePort())
 	r.send(ip(src.Addr(), dst.Addr(), header.TCPProtocolNumber,
 		segmentWith(src, dst, header.TCPFlagSyn|header.TCPFlagAck, asked.SequenceNumber()+1, mss(48)...)))
@@ -145,19 +157,11 @@ func TestTinySegmentsOfAServer(t *testing.T) {
 func TestPublishToOneWhoListens(t *testing.T) {
 	t.Parallel()
 	r := startRaw(t, newWorld(), nil)
-	host, err := r.Publish(netip.MustParseAddrPort("127.0.0.1:0"), 80)
-	if err != nil {
+	conn := dialPublished(t, r)
+	if err := conn.CloseWrite(); err != nil {
 		t.Fatal(err)
 	}
-	conn, err := net.Dial("tcp", host.String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close() //nolint:errcheck // nothing was written
-	if err := conn.(*net.TCPConn).CloseWrite(); err != nil {
-		t.Fatal(err)
-	}
-	asked := tcpOf(r.expect("the gateway's SYN", func(frame []byte) bool { s := tcpOf(frame); return s != nil && s.Flags() == header.TCPFlagSyn }))
+	asked := gatewaySYN(r)
 	r.barrier()
 	src, dst := source(gateway4, 80), netip.AddrPortFrom(gateway4, asked.SourcePort())
 	send := func(segment []byte) { r.send(ip(src.Addr(), dst.Addr(), header.TCPProtocolNumber, segment)) }
